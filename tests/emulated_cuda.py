@@ -606,7 +606,11 @@ def kernels_on(gpu: Gpu) -> Any:
     """The kernels of products and attention, as an engine is handed them."""
     real = importlib.import_module("headrace.ops.cuda.kernels").KERNELS
     products = tuple(EmulatedProduct(gpu, kernel) for kernel in real.products)
-    return type(real)(products, emulated_decodes(gpu, real.decodes), emulated_prefills(gpu, real.prefills))
+
+    def coded(kind: Any) -> tuple[EmulatedProduct, ...]:
+        return tuple(EmulatedProduct(gpu, kernel) for kernel in real.coded(kind))
+
+    return type(real)(products, coded, emulated_decodes(gpu, real.decodes), emulated_prefills(gpu, real.prefills))
 
 
 def replace_torch(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:

@@ -311,19 +311,23 @@ def attend(
     q_NHD: Tensor, kv: Tensor, pages: Tensor, length: int, *, scale: float, window: int | None, v_scale: float = 1.0
 ) -> Tensor:
     """The last N positions of a row of `length` tokens, causal: float32 [N, H, D]; `kv` is `[pages, 2, T, K, D]`."""
-    size, count = kv.shape[2], len(q_NHD)
+    size, count, keys = kv.shape[2], len(q_NHD), kv.shape[3]
+    first = 0 if window is None else max(length - count - window + 1, 0)  # the oldest token that any position sees
     pages = pages[: -(-length // size)].long()
     demand(len(pages) * size >= length, "a row longer than its pages")
-    demand((pages >= 0).all() and (pages < len(kv)).all(), "a page outside the cache")
-    raw = kv.view(torch.uint8)[pages].view(kv.dtype).float()  # an fp8 cache cannot be indexed
-    keys, values = (raw[:, part].flatten(0, 1)[:length] for part in (0, 1))
-    group = q_NHD.shape[1] // kv.shape[3]
-    q_NKGD = q_NHD.float().unflatten(1, (-1, group))
-    scores = torch.einsum("nkgd,skd->nkgs", q_NKGD, keys) * scale
-    at, seen = torch.arange(length - count, length)[:, None], torch.arange(length)[None]
-    hidden = (seen > at) | (seen <= at - window if window is not None else False)
-    weights = torch.softmax(scores.masked_fill(hidden[:, None, None], -math.inf), -1)
-    return torch.einsum("nkgs,skd->nkgd", weights, values).flatten(1, 2) * v_scale
+    lowest, highest = (int(page) for page in pages.aminmax())
+    demand(lowest >= 0 and highest < len(kv), "a page outside the cache")
+    raw = kv.view(torch.uint8)[pages[first // size :]].view(kv.dtype).float()  # an fp8 cache cannot be indexed
+    begin, end = first % size, length - first // size * size
+    keys_KSD, values_KSD = (raw[:, part].flatten(0, 1)[begin:end].transpose(0, 1) for part in (0, 1))
+    q_NKGD = q_NHD.float().unflatten(1, (keys, -1))
+    scores_KRS = q_NKGD.transpose(0, 1).flatten(1, 2) @ keys_KSD.mT * scale  # rows are positions and heads of a group
+    if count > 1:
+        at, seen = torch.arange(length - count, length)[:, None], torch.arange(first, length)[None]
+        hidden = seen > at if window is None else (seen > at) | (seen <= at - window)
+        scores_KRS.masked_fill_(hidden.repeat_interleave(q_NKGD.shape[2], 0), -math.inf)
+    out_KRD = torch.softmax(scores_KRS, -1) @ values_KSD
+    return out_KRD.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2) * v_scale
 
 
 # -- sampling -------------------------------------------------------------------------------------------------------

@@ -44,16 +44,18 @@ class EmulatedRun:
         self._shape = importlib.import_module("headrace.ops.cuda.products.registry").WeightShape
 
     def run(
-        self, x: Tensor, weight: Tensor, out: Tensor, before: Any = None, after: Any = None, worn: Any = None
+        self, x: Tensor, weight: Tensor, out: Tensor, before: Any = None, after: Any = None, updates: Any = None
     ) -> None:
         """As `ProductRun.run`."""
-        name = f"product: {self._kernel.name}" + (", updated" if worn else "")
+        name = f"product: {self._kernel.name}" + (", updated" if updates else "")
         fusion = "heads" if isinstance(after, self._fusions.HeadTargets) else "plain"
-        launch = self._kernel.launch(fusion, worn=worn is not None)
+        launch = self._kernel.launch(fusion, updates=updates is not None)
         self._room.chain.note(replace(launch, overlaps=launch.overlaps and self._room.pdl))
-        self._gpu.launch(name, self._work(x, weight, out, before, after, worn))
+        self._gpu.launch(name, self._work(x, weight, out, before, after, updates))
 
-    def _work(self, x: Tensor, weight: Tensor, out: Tensor, before: Any, after: Any, worn: Any) -> Callable[[], None]:
+    def _work(
+        self, x: Tensor, weight: Tensor, out: Tensor, before: Any, after: Any, updates: Any
+    ) -> Callable[[], None]:
         fusions, arch = self._fusions, self._room.scratch.arch
         is_norm, is_scaled = isinstance(before, fusions.AddNorm), isinstance(before, fusions.Squares)
         is_heads, is_sum = isinstance(after, fusions.HeadTargets), isinstance(after, fusions.Residual)
@@ -62,17 +64,18 @@ class EmulatedRun:
             fusion = "logits"
         if not is_heads:
             fusion = "norm " * is_norm + "factors " * is_scaled + fusion
-        shape = self._shape(*weight.shape, 128, dtype=weight.dtype)
+        dense = weight if isinstance(weight, Tensor) else dense_of(weight)
+        shape = self._shape(*weight.shape, 128, kind=getattr(weight, "kind", None))
 
         def work() -> None:
             why = self._kernel.refuses(arch, shape, fusion)
             demand(why is None, f"{fusion} that the kernel refuses: {why}")
             demand(len(x) in self._kernel.rows(arch, shape, fusion), f"{fusion} of {len(x)} rows")
-            demand(worn is None or self._kernel.has_updates, "updates that the kernel does not add")
+            demand(updates is None or self._kernel.has_updates, "updates that the kernel does not add")
             demand(out.data_ptr() != x.data_ptr(), "a product over its own input")
-            y = self._input(x, before if is_norm else None).float() @ weight.float().T
-            if worn is not None:
-                y += worn_update(x, self._sizes(out, after), *worn)
+            y = self._input(x, before if is_norm else None).float() @ dense.float().T
+            if updates is not None:
+                y += update_of(x, self._sizes(out, after), *updates)
             if is_scaled:
                 y = y * torch.rsqrt(before.parts_EN.sum(0) / x.shape[1] + self._room.eps)[:, None]
             if is_heads:
@@ -107,8 +110,16 @@ class EmulatedRun:
         return [out.shape[1]] * (1 + isinstance(after, self._fusions.Gated))
 
 
-def worn_update(x: Tensor, sizes: Sequence[int], arena: Tensor, modules: Tensor, slots: Tensor) -> Tensor:
-    """(x A^T) B of the one adapter that rows wear, all modules side by side."""
+def dense_of(weight: Any) -> Tensor:
+    """The numbers that codes stand for."""
+    layout = importlib.import_module("headrace.ops.cuda.products.codes").CodeLayout(weight.kind, weight.scales.dtype)
+    parts = {"codes": weight.codes_OB, "scales": weight.scales, "zeros": weight.zeros}
+    dense: Tensor = layout.dense(parts, weight.shape, torch.float32)
+    return dense
+
+
+def update_of(x: Tensor, sizes: Sequence[int], arena: Tensor, modules: Tensor, slots: Tensor) -> Tensor:
+    """(x A^T) B of the one adapter that rows use, all modules side by side."""
     parts = []
     for size, (a, b, rank, before) in zip(sizes, modules.tolist(), strict=True):
         if rank > 16 or rank % 8 or 8 * (a - modules[0, 0]) != before * x.shape[1]:

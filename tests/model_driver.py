@@ -121,9 +121,9 @@ class ModelUnderTest:
         batch = rows.batch(works)
         with torch.inference_mode():
             steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
-            wearers, adapted = batch.wearers, None
-            if wearers:
-                adapted = {mixer: CpuAdapterOps(ops, wearers) for mixer, ops in self._ops.items()}
+            users, adapted = batch.users, None
+            if users:
+                adapted = {mixer: CpuAdapterOps(ops, users) for mixer, ops in self._ops.items()}
             hidden_NE = self._decoder.hidden(batch.tokens_N, steps, self._kv, None, adapted)
             logits_NV = self._decoder.logits(hidden_NE, adapted).float()
         for index, last in zip(batch.samplers, batch.last_S.tolist(), strict=True):

@@ -11,6 +11,7 @@ import anyio
 import pytest
 from scripted import until
 
+from headrace.engine.concurrency.ask import ask
 from headrace.engine.concurrency.fair_worker import FairWorker
 from headrace.engine.concurrency.threads import Poster
 
@@ -66,10 +67,10 @@ async def test_who_asks_and_is_cancelled_leaves_at_once_and_its_call_never_begin
     ran: list[int] = []
     with held(worker) as go_on:
         with anyio.move_on_after(0.02) as scope:
-            await worker.ask(lambda: ran.append(1), partial(worker.submit_for, "a"))
+            await ask(partial(worker.submit_for, "a"), lambda: ran.append(1))
         assert scope.cancelled_caught
         assert not go_on.is_set()
-    assert await worker.ask(lambda: 7, partial(worker.submit_for, "a")) == 7
+    assert await ask(partial(worker.submit_for, "a"), lambda: 7) == 7
     assert ran == []
     error = KeyError("asked")
 
@@ -77,7 +78,7 @@ async def test_who_asks_and_is_cancelled_leaves_at_once_and_its_call_never_begin
         raise error
 
     with pytest.raises(KeyError) as caught:
-        await worker.ask(fail, partial(worker.submit_for, "a"))
+        await ask(partial(worker.submit_for, "a"), fail)
     assert caught.value is error
     worker.close()
 

@@ -6,7 +6,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from headrace.engine.delivery.mailbox import Mailbox
+from headrace.engine.concurrency.mailbox import Mailbox
 
 pytestmark = pytest.mark.anyio
 

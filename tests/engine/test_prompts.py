@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.engine import InvalidParams, PromptTooLong
-from headrace.engine.intake.prompts import check_text_size, check_token_ids, is_short, to_token_ids, tokenizing_cost
+from headrace.engine.intake.by_turns import tokenizing_cost
+from headrace.engine.intake.prompts import check_text_size, check_token_ids, is_short, to_token_ids
 from headrace.engine.testing import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()

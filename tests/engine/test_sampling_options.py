@@ -20,8 +20,7 @@ from scripted import Unable
 from slow_sampling import log_softmax, shaped
 
 from headrace.engine import Completion, Engine, InvalidParams, RequestFailed, SamplingParams, TokenLogprobs
-from headrace.engine.intake.asking import Asking
-from headrace.engine.intake.requests import make_requests
+from headrace.engine.intake.requests import Asking, make_requests
 from headrace.engine.model.cpu import options as cpu_options
 from headrace.engine.scheduling.asked import Asked
 from headrace.engine.scheduling.request import Request

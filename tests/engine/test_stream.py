@@ -23,9 +23,9 @@ from scripted import (
 
 from headrace.engine import Chunk, SamplingParams, Token, Usage
 from headrace.engine.concurrency.threads import Poster
-from headrace.engine.delivery.delivered import Delivered, TokenMaker
+from headrace.engine.delivery.generation import Delivered, TokenMaker
 from headrace.engine.testing import ByteTokenizer
-from headrace.engine.tokens.text import TokenTable
+from headrace.engine.tokens.token_table import TokenTable
 
 pytestmark = pytest.mark.anyio
 

@@ -44,7 +44,8 @@ from headrace.engine.scheduling.order.pace import Pace
 from headrace.engine.stats import EngineInfo
 from headrace.engine.testing import ByteTokenizer
 from headrace.engine.tokens.gguf import BYTE_OF_CHAR
-from headrace.engine.tokens.text import Detokenizer, TokenTable
+from headrace.engine.tokens.text import Detokenizer
+from headrace.engine.tokens.token_table import TokenTable
 
 Backend = tuple[str, dict[str, Any]]
 END = 256

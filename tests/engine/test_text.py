@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.engine.tokens.spaced import SpacedDetokenizer
 from headrace.engine.tokens.stop_matcher import StopMatcher
-from headrace.engine.tokens.text import Detokenizer, SpacedDetokenizer, TokenTable
+from headrace.engine.tokens.text import Detokenizer
+from headrace.engine.tokens.token_table import TokenTable
 
 # Every byte, some whole characters, parts of characters, and a special token at 260.
 BYTE_PIECES = [bytes([byte]) for byte in range(256)] + [

@@ -13,6 +13,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 from scripted import until
 
+from headrace.engine.concurrency.ask import ask
 from headrace.engine.concurrency.fair_worker import FairWorker
 from headrace.engine.concurrency.threads import Poster, Worker
 
@@ -187,11 +188,11 @@ async def test_who_asks_and_is_cancelled_leaves_at_once_and_its_call_never_begin
     ran: list[int] = []
     worker.submit(lambda: go_on.wait(20), lambda *_: None)
     with anyio.move_on_after(0.02) as scope:
-        await worker.ask(lambda: ran.append(1))
+        await ask(worker.submit, lambda: ran.append(1))
     assert scope.cancelled_caught
     assert not go_on.is_set()
     go_on.set()
-    assert await worker.ask(lambda: 7) == 7
+    assert await ask(worker.submit, lambda: 7) == 7
     assert ran == []
     worker.close()
 

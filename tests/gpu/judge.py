@@ -53,15 +53,18 @@ def _fp8_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask:
 class Judge:
     """The references of one checkpoint, on the device under test."""
 
-    def __init__(self, folder: Path, device: str, *, fp8: bool = False) -> None:
-        """Load both references; `fp8` rounds the keys and values of the bfloat16 one to e4m3."""
+    def __init__(self, folder: Path, device: str, *, fp8: bool = False, loose: float = _LOOSE) -> None:
+        """Load both references; `fp8` rounds the keys and values of the bfloat16 one to e4m3.
+
+        `loose`: ids a step that the margin may let through on average.
+        """
         if fp8:
             transformers.AttentionInterface.register(_FP8, _fp8_attention)
             transformers.AttentionMaskInterface.register(
                 _FP8, transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["eager"]
             )
         self._device = device
-        self._loose = _LOOSE_FP8 if fp8 else _LOOSE
+        self._loose = _LOOSE_FP8 if fp8 else loose
         self._exact = self._load(folder, torch.float32, "eager")
         self._peer = self._load(folder, torch.bfloat16, _FP8 if fp8 else "eager")
         self.vocabulary = int(self._exact.config.vocab_size)

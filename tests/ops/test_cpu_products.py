@@ -11,6 +11,7 @@ from stored_weights import random_groups
 from torch import Tensor
 
 from headrace.ops.cpu.linear import CpuLinear, Int4Kernel, OneDnnKernel, TorchKernel
+from headrace.ops.cpu.native import linear
 from headrace.ops.cpu.products import PRODUCTS, explain, pack_product
 from headrace.ops.formats import Dense, Format, Int4Groups, Stored
 
@@ -44,8 +45,10 @@ def dense_kernels() -> list[OneDnnKernel | TorchKernel]:
     return [kernel for kernel in kernels if kernel.refuses(meta(Dense(torch.bfloat16), 8, 8), torch.bfloat16) is None]
 
 
-def test_four_bits_for_few_rows_and_dense_for_more() -> None:
+def test_without_compiled_kernels_four_bits_for_few_rows_and_dense_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "library", lambda: None)
     choice = explain(meta(Int4Groups(), 64, 96), torch.bfloat16)
+    assert choice.refusals["native"] == "there are no compiled kernels"
     (few, int4), (many, dense) = choice.kernels
     assert (few, int4) == (range(1, 5), "int4") and many == range(5, sys.maxsize)
     assert dense == explain(meta(Dense(torch.bfloat16), 64, 96), torch.bfloat16).kernels[0][1]
@@ -62,7 +65,7 @@ def test_four_bits_for_few_rows_and_dense_for_more() -> None:
     ],
 )
 def test_what_the_four_bit_kernel_refuses(weight: Stored, dtype: torch.dtype, reason: str) -> None:
-    choice = explain(weight, dtype)
+    choice = explain(weight, dtype, PRODUCTS[1:])
     assert choice.refusals["int4"].endswith(reason)
     assert [(rows, name != "int4") for rows, name in choice.kernels] == [(range(1, sys.maxsize), True)]
 
@@ -93,10 +96,12 @@ def test_the_first_that_pays_multiplies() -> None:
 
 
 def test_a_weight_that_no_kernel_takes_is_refused_with_every_reason() -> None:
-    with pytest.raises(ValueError, match="no product kernel takes 1 rows .* int4: .*; onednn: .*; torch: .*3, 16, 32"):
+    with pytest.raises(
+        ValueError, match="no product kernel takes 1 rows .* native: .*; int4: .*; onednn: .*; torch: .*3, 16, 32"
+    ):
         pack_product(meta(Dense(torch.bfloat16), 3, 16, 32), None, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="takes 5 rows"):
-        explain(meta(Int4Groups(), 64, 96), torch.bfloat16, PRODUCTS[:1])
+        explain(meta(Int4Groups(), 64, 96), torch.bfloat16, PRODUCTS[1:2])
 
 
 @pytest.mark.parametrize(

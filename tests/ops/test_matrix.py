@@ -3,7 +3,8 @@
 The launches are those of the engine's own code, for the sizes of real models, so a tiling is the one that would be
 chosen there. What a kernel wants of a block's shared memory must be what the GPU has. Usually every GPU gets the
 kernels of a decode step, and those with the fewest features and the least shared memory get all kernels, each for one
-size of model and batch. HEADRACE_MATRIX=all, which `make soak` sets, gives every GPU all kernels for many sizes.
+size of model and batch; sm_100, whose memory is that of sm_90, gets those of csrc/ for one size instead of two.
+HEADRACE_MATRIX=all, which `make soak` sets, gives every GPU all kernels for many sizes.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Chip:
             kv_dtype=torch.float8_e4m3fn if fp8 else None,
         )  # fmt: skip
         room = ProductRoom(LinearScratch("meta", self.arch), 1e-6, pdl=self.arch.has("dependent_launch"), chain=Chain())
-        late = [kernel for kernel in PRODUCTS if not kernel.builds(worn=False)]  # nvcc compiles the others
+        late = [kernel for kernel in PRODUCTS if not kernel.builds(updates=False)]  # nvcc compiles the others
         table = empty(POSITIONS, model.head_dim, dtype=torch.float32)
         self.ops = CudaOps(shape, cos_sin_PD=table, products=Products(self.arch, room, late))
         self.kv = empty(1, PAGES, 2, 16, model.kv_heads, model.head_dim, dtype=shape.kv_dtype)
@@ -280,7 +281,8 @@ def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, i
     with pytest.MonkeyPatch.context() as patch:
         for module in (cuda_even, cuda_source, cuda_tile):
             patch.setattr(module, "compiled", lambda name, **sizes: asked.append((name, sizes)))
-        for heads, kv_heads, head_dim in SHAPES if everything else SHAPES[:1] + SHAPES[3:4]:
+        few = SHAPES[:1] if arch == "sm_100" else SHAPES[:1] + SHAPES[3:4]  # it has the shared memory of sm_90
+        for heads, kv_heads, head_dim in SHAPES if everything else few:
             for kv_dtype in (None, torch.float8_e4m3fn):
                 shape = HeadShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
                 for attention in (*KERNELS.decodes, *KERNELS.prefills):
@@ -290,7 +292,7 @@ def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, i
         for product in KERNELS.products:
             if product.lacks(chip, torch.bfloat16, 128) is None:
                 for worn in (False, True) if everything or not product.has_updates else (True,):
-                    for build in product.builds(worn=worn):
+                    for build in product.builds(updates=worn):
                         build()
     widest = max((sizes["ROWS"] for _, sizes in asked if "ROWS" in sizes), default=0)
     return [(name, sizes) for name, sizes in asked if everything or sizes.get("ROWS", widest) == widest]

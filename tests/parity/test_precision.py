@@ -7,12 +7,13 @@ from pathlib import Path
 
 import anyio
 import pytest
-import tokenizer_files
 import torch
 from model_driver import ModelUnderTest
 from torch import Tensor
 
 from headrace.engine import Engine, SamplingParams
+from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.xdist_group("precision")
 
@@ -26,8 +27,9 @@ TEXT = (
 
 
 @pytest.fixture(scope="module")
-def ids() -> list[int]:
-    return tokenizer_files.smollm2().encode(TEXT)
+def ids(smollm2: Path) -> list[int]:
+    with GgufFile(smollm2) as file:
+        return Tokenizer.from_gguf(file.metadata).encode(TEXT)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def test_a_seed_gives_its_tokens_alone_and_among_neighbours(smollm2: Path) -> No
 
 def test_the_engines_seed_decides_where_requests_name_none(smollm2: Path) -> None:
     async def run(seed: int) -> list[list[int]]:
-        async with Engine(smollm2, dtype="bfloat16", kv_memory="32MiB", seed=seed) as engine:
+        async with Engine(smollm2, kv_memory="32MiB", seed=seed) as engine:
             params = SamplingParams(max_tokens=6, ignore_eos=True)
             return [(await engine.generate("Once upon", params)).choices[0].token_ids for _ in range(2)]
 

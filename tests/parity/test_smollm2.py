@@ -2,108 +2,46 @@
 
 Across batch shapes the last bits of logits differ, so tokens are compared up to the first place where the two largest
 logits of transformers are closer than `CLOSE`; nearly every prompt is compared to its end, which is asserted, too.
+What transformers says is kept in a file. HEADRACE_PARITY=all, which `make soak` sets, computes it again and compares,
+and takes every prompt where one of several is enough for each commit: alone, and in chunks.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-import torch
+import smollm2_reference
+from smollm2_reference import NEW_TOKENS, Prompt, Reference, prompts
 
 from headrace.engine import Completion, Engine, EngineStats, SamplingParams
 
-pytestmark = pytest.mark.xdist_group("smollm2")
-
-CLOSE = 1e-3
-NEW_TOKENS = 16
-TEXT = (
-    "The river rises in the hills north of the town and falls four hundred metres before it meets the sea. In 1861 the "
-    "first mill was built on its bank; by 1890 there were nineteen, and a canal three kilometres long led the water to "
-    "their wheels. def gate(level: float, limit: float = 2.5) -> bool:\n    return level < limit\n\nThe keeper wrote "
-    "every day: 'Monday, 12 March. Rain. Level 2.31 m, two gates open.' Die Müller lasen es am Abend, et le meunier "
-    "aussi. 1, 1, 2, 3, 5, 8, 13, 21, 34. What the keeper did not write down is how often he closed a gate by hand, in "
-    "the dark, because the wheel of the last mill turned too fast. Question: why does a wheel turn faster when the "
-    "canal is full? Answer: because the weight of the water on it is greater, and because less of it is lost beside "
-    "the wheel. The second book of the keeper begins with a list of repairs: planks, forty; nails, two pounds; "
-    "rope, sixty metres; one lamp. It ends with a drawing of the gate that the town has kept in its museum. "
-)
-CHATS = [
-    "What is the capital of France?",
-    "Name three primary colours.",
-    "Write a haiku about rain.",
-    "What is 12 + 30?",
-    "Translate 'good morning' into Spanish.",
-    "Explain in one sentence why the sky is blue.",
-    "List the planets of the solar system.",
-    "Who wrote Hamlet?",
-    "Summarise this text: " + TEXT[:700],
-    "Continue: " + TEXT[300:620],
-]
-LENGTHS = [5, 8, 13, 15, 16, 17, 21, 24, 31, 32, 33, 40, 47, 48, 49, 63, 64, 65, 80, 96, 112, 129, 150, 200, 250, 300]
-"""In tokens, of the prompts that are raw text: a page has 16."""
-
-Prompt = str | list[dict[str, str]]
+EVERYTHING = os.environ.get("HEADRACE_PARITY") == "all"
 
 
-@dataclass(frozen=True)
-class Reference:
-    """What transformers says."""
-
-    prompts: list[list[int]]
-    tokens: list[list[int]]
-    comparable: list[int]
-    """How many of the tokens come before the two largest logits are too close."""
+@pytest.fixture(scope="module")
+def reference(smollm2: Path) -> Reference:
+    kept = smollm2_reference.kept()
+    assert kept.model == smollm2_reference.digest(smollm2), "another model: run `python tests/smollm2_reference.py`"
+    return kept
 
 
-def prompts() -> list[Prompt]:
-    """Chats, and pieces of text that start at different words."""
-    chats: list[Prompt] = [[{"role": "user", "content": chat}] for chat in CHATS]
-    starts = [at + 1 for at, char in enumerate(TEXT) if char == " "]
-    return chats + [(TEXT[starts[place] :] + TEXT)[: 4 * length] for place, length in enumerate(LENGTHS)]
-
-
-@pytest.fixture(scope="session")
-def reference(smollm2_of_transformers: Any, smollm2: Path) -> Reference:
-    """Greedy generation by transformers over prompts of like length, padded on the left."""
-
-    async def tokenise() -> list[list[int]]:
-        async with Engine(smollm2, dtype="bfloat16", kv_memory="16MiB") as engine:
-            return [await engine.tokenize(prompt) for prompt in prompts()]
-
-    ids, model = anyio.run(tokenise), smollm2_of_transformers
-    by_length = sorted(range(len(ids)), key=lambda index: len(ids[index]))
-    tokens: list[list[int]] = [[]] * len(ids)
-    comparable = [0] * len(ids)
-    for first in range(0, len(ids), 6):
-        group = by_length[first : first + 6]
-        for index, made, margins in zip(group, *generate(model, [ids[index] for index in group]), strict=True):
-            end = made.index(model.config.eos_token_id) + 1 if model.config.eos_token_id in made else len(made)
-            tokens[index] = made[:end]
-            comparable[index] = next((at for at in range(end) if margins[at] < CLOSE), end)
-    return Reference(ids, tokens, comparable)
-
-
-def generate(model: Any, group: Sequence[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-    """For each prompt its new tokens, and at each the distance of the two largest logits."""
-    width = max(map(len, group))
-    padded = torch.tensor([[0] * (width - len(ids)) + ids for ids in group])
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in group])
-    with torch.inference_mode():
-        made = model.generate(
-            padded,
-            attention_mask=mask,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-    top = torch.stack(made.logits, 1).topk(2).values
-    return made.sequences[:, width:].tolist(), (top[..., 0] - top[..., 1]).tolist()
+@pytest.mark.skipif(not EVERYTHING, reason="takes a minute; make soak does it")
+def test_what_is_kept_is_what_transformers_says(reference: Reference, smollm2: Path) -> None:
+    """Tokens as far as they are sure on both machines; log-probabilities as far as the order of additions allows."""
+    computed = smollm2_reference.compute(smollm2)
+    assert computed.prompts == reference.prompts and computed.echoed == reference.echoed
+    for index, tokens in enumerate(computed.tokens):
+        sure = min(computed.comparable[index], reference.comparable[index])
+        assert tokens[:sure] == reference.tokens[index][:sure], index
+    assert sum(computed.comparable) == pytest.approx(sum(reference.comparable), rel=0.02)
+    assert computed.logprobs == pytest.approx(reference.logprobs, abs=1e-4)
+    for found, wanted in zip(computed.likeliest, reference.likeliest, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-4)
 
 
 def serve(
@@ -153,7 +91,7 @@ def test_the_prompts_are_many_and_of_mixed_length(reference: Reference) -> None:
 
 
 def test_alone(reference: Reference, smollm2: Path) -> None:
-    indices = range(0, len(reference.prompts), 3)
+    indices = range(0, len(reference.prompts), 1 if EVERYTHING else 6)
     completions, stats = serve(smollm2, [[prompts()[index]] for index in indices], prefix_cache=False)
     check(reference, [completion for (completion,) in completions], indices)
     assert stats.cached_tokens == 0 and stats.preemptions == 0
@@ -172,7 +110,7 @@ def test_in_a_full_batch_and_again_from_the_prefix_cache(reference: Reference, s
 
 
 def test_with_prompts_in_chunks(reference: Reference, smollm2: Path) -> None:
-    indices = range(0, len(reference.prompts), 2)
+    indices = range(0, len(reference.prompts), 1 if EVERYTHING else 3)
     asked = [prompts()[index] for index in indices]
     (completions,), stats = serve(smollm2, [asked], max_batched_tokens=48, max_rows=8, prefix_cache=False)
     check(reference, completions, indices)

@@ -381,6 +381,11 @@ def test_a_bad_key_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     [
         ("--version", 0, "headrace 0."),
         ("serve {file}", 1, "headrace: model: {file} is no .gguf file; a folder with config.json and safetensors, or "),
+        (
+            "chat no/such",
+            1,
+            "allow_download=True fetches the model (`hf download no/such` does, too; headrace serve has ",
+        ),
         ("serve {model} --device tpu", 1, "headrace: device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ("serve {model} --kv-cache-memory-bytes lots", 1, "got 'lots' (--kv-cache-memory-bytes)"),
         ("serve {model} --max-model-len 1000000", 1, "this model was made for 256, got 1000000 (--max-model-len)"),

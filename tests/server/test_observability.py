@@ -28,7 +28,7 @@ from starlette.testclient import TestClient
 
 from headrace.engine.bench.host.fake_device import FakeEngine
 from headrace.engine.scheduling.plan import Capacity
-from headrace.engine.steps.meter import Meter
+from headrace.engine.steps.flights import Meter
 from headrace.engine.testing import ScriptedRunner
 from headrace.server import ServerSettings, create_app
 from headrace.server.observability import watchdog

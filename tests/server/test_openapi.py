@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +32,8 @@ from headrace.server import ServerSettings, create_app
 
 KEY = "the-key-of-tests"
 OPERATIONS = 26
-EXAMPLES = 30
+EXAMPLES = int(os.environ.get("HEADRACE_EXAMPLES", "30"))
+"""Requests of each operation and kind, the same in every run; `make soak` sends 100."""
 PASSING = {"model": "scripted", "messages": [{"role": "user", "content": "ab"}], "prompt": "ab", "name": "a"}
 CHECKS = [
     not_a_server_error,

@@ -114,9 +114,9 @@ class Bounds:
         for owner, name, wrapped in (
             (roster, "add", self._add),
             (roster, "start", self._start),
-            (roster, "_requeue", self._wait_again),
-            (roster, "resume", self._wait_again),
-            (roster, "preempt", self._preempt),
+            (scheduler.suspension, "_requeue", self._wait_again),
+            (scheduler.suspension, "resume", self._wait_again),
+            (scheduler.suspension, "preempt", self._preempt),
             (roster, "end", self._end),
             (scheduler, "plan", self._plan),
             (admission, "share_rows", self._share_rows),
@@ -242,12 +242,12 @@ class Bounds:
 
     def _is_left_out(self, request: Request) -> bool:
         """Whether the prompt of a running request does not go on in this plan, so far; steps of one are in turn."""
-        late = request.latest_step != self._scheduler._step
+        late = request.latest_step != self._scheduler.roster.step
         return late and request.known - request.planned > 1 and not request.asked.alone
 
     def _check_passed(self, starts: Request, waits: Request) -> None:
         """`starts` gets a row while `waits` could."""
-        policy, now = self._policy, self._scheduler._now
+        policy, now = self._policy, self._scheduler.roster.now
         if self._tier(starts) != self._tier(waits):
             assert self._tier(starts) < self._tier(waits), f"r{starts.id} of background starts, and r{waits.id} waits"
         elif isinstance(policy, FairShare):
@@ -262,7 +262,7 @@ class Bounds:
 
     def _check_begun(self, starts: Request, begun: Request) -> None:
         """`starts` gets a row in a plan in which the prompt of `begun` does not go on."""
-        policy, now = self._policy, self._scheduler._now
+        policy, now = self._policy, self._scheduler.roster.now
         if self._tier(starts) != self._tier(begun):
             assert self._tier(starts) < self._tier(begun), f"r{starts.id} of background starts before r{begun.id}"
         elif isinstance(policy, SizeClasses):
@@ -289,7 +289,7 @@ class Bounds:
 
     def _check_victim(self, victim: Request) -> None:
         """`victim` gives way for pages: somebody always gets on."""
-        now = self._scheduler._now
+        now = self._scheduler.roster.now
         for other in self._roster.running:
             if other is victim:
                 continue

@@ -18,8 +18,7 @@ from simulation.mutations import replace
 from headrace.adapters.slots import AdapterVersion, Residency
 from headrace.engine.delivery import kv_events
 from headrace.engine.delivery.beams import BeamGeneration
-from headrace.engine.delivery.delivered import Delivered
-from headrace.engine.delivery.generation import Generation
+from headrace.engine.delivery.generation import Delivered, Generation
 from headrace.engine.delivery.kv_events import KvEvents
 from headrace.engine.grammar.jobs import Claim, GrammarJob
 from headrace.engine.many.generate import run_many
@@ -216,7 +215,7 @@ def a_choice_of_the_host_is_taken_after_the_request_has_gone(world: EngineWorld)
 
         return choose
 
-    replace(step_loop, "_chosen", make)
+    replace(step_loop.choices, "_chosen", make)
 
 
 @planted
@@ -241,7 +240,7 @@ def an_adapter_is_let_go_while_its_request_is_paused(world: EngineWorld) -> None
 
         return pauses
 
-    replace(scheduler.roster, "pause", make)
+    replace(scheduler.suspension, "pause", make)
 
 
 @planted

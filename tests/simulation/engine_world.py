@@ -465,7 +465,7 @@ class EngineWorld:
         self.pages = Pages(scheduler)
         self.watch = StepWatch(scheduler, ended=())
         Bounds(scheduler)
-        plan, commit, fail = scheduler.plan, scheduler.commit, scheduler.fail
+        plan, commit, fail = scheduler.plan, scheduler.commit, scheduler.failures.fail_step
 
         def plans(now: float = 0.0) -> Any:
             owed = self.watch.owed()
@@ -492,12 +492,17 @@ class EngineWorld:
             return made
 
         for name in ("resize", "fall_asleep"):
-            self._event(scheduler, name, partial(moves, getattr(scheduler, name)))
+            self._event(scheduler.resizing, name, partial(moves, getattr(scheduler.resizing, name)))
         self._event(scheduler, "plan", plans)
         self._event(scheduler, "commit", commits)
-        self._event(scheduler, "fail", fails)
-        for name in ("submit", "finish", "pause", "resume", "drop_stream", "supply", "fail_adapter"):
-            self._event(scheduler, name, getattr(scheduler, name), noted=True)
+        self._event(scheduler.failures, "fail_step", fails)
+        for owner, names in (
+            (scheduler, ("submit", "finish", "pause", "resume", "drop_stream")),
+            (scheduler.commits, ("supply",)),
+            (scheduler.failures, ("fail_adapter",)),
+        ):
+            for name in names:
+                self._event(owner, name, getattr(owner, name), noted=True)
         for name in ("arrived", "failed", "retire"):
             self._event(scheduler.slots, name, getattr(scheduler.slots, name), noted=True)
 

@@ -79,7 +79,7 @@ def pages_of_a_victim_are_reused_while_a_step_writes_them(rig: Rig) -> None:
 
         return preempts
 
-    replace(rig.scheduler.roster, "preempt", make)
+    replace(rig.scheduler.suspension, "preempt", make)
 
 
 @planted
@@ -164,7 +164,7 @@ def a_request_is_preempted_twice(rig: Rig) -> None:
 
         return preempts
 
-    replace(roster, "preempt", make)
+    replace(rig.scheduler.suspension, "preempt", make)
 
 
 @planted
@@ -181,7 +181,7 @@ def a_paused_request_is_still_planned(rig: Rig) -> None:
 
         return pauses
 
-    replace(roster, "pause", make)
+    replace(rig.scheduler.suspension, "pause", make)
 
 
 @planted
@@ -193,7 +193,7 @@ def a_resumed_request_is_forgotten(rig: Rig) -> None:
             roster.paused.remove(request)
             request.state = State.RUNNING if request.row >= 0 else State.WAITING
 
-    roster.resume = resume  # type: ignore[method-assign]
+    rig.scheduler.suspension.resume = resume  # type: ignore[method-assign]
 
 
 @planted
@@ -230,7 +230,7 @@ def what_a_failed_step_wrote_stays_in_the_prefix_cache(rig: Rig) -> None:
 
         return taints
 
-    replace(rig.scheduler.roster, "taint", make)
+    replace(rig.scheduler.failures, "taint", make)
 
 
 @planted
@@ -241,7 +241,7 @@ def sharers_of_a_failed_step_go_on(rig: Rig) -> None:
         for page in pages:
             pool.forget(page)
 
-    rig.scheduler.roster.taint = taint  # type: ignore[method-assign]
+    rig.scheduler.failures.taint = taint  # type: ignore[method-assign]
 
 
 @planted
@@ -254,7 +254,7 @@ def results_that_read_a_failed_step_are_kept(rig: Rig) -> None:
 
         return taints
 
-    replace(rig.scheduler.roster, "taint", make)
+    replace(rig.scheduler.failures, "taint", make)
 
 
 @planted
@@ -279,7 +279,7 @@ def one_token_too_many(rig: Rig) -> None:
 
         return gains
 
-    replace(rig.scheduler._commits, "gain", make)
+    replace(rig.scheduler.commits, "gain", make)
 
 
 @planted
@@ -292,7 +292,7 @@ def a_preempted_request_forgets_its_last_token(rig: Rig) -> None:
 
         return requeues
 
-    replace(rig.scheduler.roster, "_requeue", make)
+    replace(rig.scheduler.suspension, "_requeue", make)
 
 
 @planted
@@ -377,16 +377,16 @@ def a_swapped_request_comes_back_a_token_further(rig: Rig) -> None:
 
 @planted
 def one_whose_deadline_has_passed_is_served(rig: Rig) -> None:
-    rig.scheduler._deadlines.overdue = lambda now: None  # type: ignore[method-assign]
+    rig.scheduler.deadlines.overdue = lambda now: None  # type: ignore[method-assign]
 
 
 @planted
 def nobody_is_told_of_a_deadline(rig: Rig) -> None:
     def pop_lapsed() -> list[Any]:
-        rig.scheduler._lapsed.clear()
+        rig.scheduler.deadlines.lapsed.clear()
         return []
 
-    rig.scheduler.pop_lapsed = pop_lapsed  # type: ignore[method-assign]
+    rig.scheduler.deadlines.pop_lapsed = pop_lapsed  # type: ignore[method-assign]
 
 
 @planted
@@ -526,7 +526,7 @@ def after_a_late_mask(rig: Rig, change: Callable[[Request], None]) -> None:
 
         return commits_others
 
-    replace(rig.scheduler._commits, "_commit_others", make)
+    replace(rig.scheduler.commits, "_commit_others", make)
 
 
 @planted
@@ -576,7 +576,7 @@ def _shorter(rig: Rig) -> Window:
 
 @planted
 def pages_are_given_back_that_attention_still_reads(rig: Rig) -> None:
-    rig.scheduler._growth._window = _shorter(rig)
+    rig.scheduler._planner._window = _shorter(rig)
 
 
 @planted

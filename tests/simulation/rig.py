@@ -18,10 +18,11 @@ from simulation.watch import StepWatch
 from headrace.engine.errors import HeadraceError, OutOfMemory, RequestFailed
 from headrace.engine.scheduling.asked import Asked, Sampling
 from headrace.engine.scheduling.memory.host_pages import HostPages
+from headrace.engine.scheduling.options.forks import branch, goes_on
 from headrace.engine.scheduling.plan import Capacity, Emission, StepPlan
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.pooling import Pooling
-from headrace.engine.scheduling.request import Request, State, branch, goes_on
+from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import NoToken, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.testing import scripted_token, scripted_vector
@@ -275,14 +276,14 @@ class Rig:
         owed = self._watch.owed()
         ready = self.live(State.WAITING, State.RUNNING)
         plan = self.scheduler.plan(self.now)
-        for emission in self.scheduler.pop_lapsed():
+        for emission in self.scheduler.deadlines.pop_lapsed():
             self._note(lambda name: f"lapse      r{name}", emission.request.id)
             self._take(emission)
         ready = [request for request in ready if request.id not in self.ends]
         if plan is None:
             self._note(lambda: "plan       nothing")
             waits = any(request.awaited == step for request, step in self.awaited)
-            idle = not ready or self.scheduler.sleep_level
+            idle = not ready or self.scheduler.resizing.sleep_level
             assert self.flights or waits or idle, "there is work and nothing in flight, but nothing is planned"
             self._settled()
             return None
@@ -314,10 +315,10 @@ class Rig:
             result = flight.step.wait()
         except MemoryError:
             self._note(lambda step: f"no memory  step {step}", plan.step)
-            emissions = self.scheduler.fail(plan, OutOfMemory("scripted"))
+            emissions = self.scheduler.failures.fail_step(plan, OutOfMemory("scripted"))
         except RuntimeError:
             self._note(lambda step: f"fail       step {step}", plan.step)
-            emissions = self.scheduler.fail(plan, RequestFailed("scripted"))
+            emissions = self.scheduler.failures.fail_step(plan, RequestFailed("scripted"))
             assert all(work.request.state is State.FINISHED for work in plan.works), "a failed step's request goes on"
         else:
             if bad is not None:
@@ -337,7 +338,9 @@ class Rig:
             request.tokens, 1, self.capacity.vocab_size, [request.asked.sampling.seed], self.capacity.window
         )
         self._note(lambda name, token: f"supply     r{name}={token}", request.id, None if fails else token)
-        for emission in self.scheduler.supply(request, step, RequestFailed("scripted") if fails else (token, None)):
+        for emission in self.scheduler.commits.supply(
+            request, step, RequestFailed("scripted") if fails else (token, None)
+        ):
             self._take(emission)
         self._settled()
 
@@ -350,10 +353,10 @@ class Rig:
         """
         while self.flights:
             self.complete()
-        pages = max(pages, self.scheduler.least_pages)
+        pages = max(pages, self.scheduler.resizing.least_pages)
         self._note(lambda number: f"resize     to {number} pages", pages)
         self.runner.resize(max(pages, self.scheduler.pool.num_pages))
-        self._move(self.scheduler.resize(pages), fails=fails)
+        self._move(self.scheduler.resizing.resize(pages), fails=fails)
         self.runner.resize(self.scheduler.pool.num_pages)
         self._settled()
 
@@ -362,7 +365,7 @@ class Rig:
         while self.flights:
             self.complete()
         self._note(lambda: "sleep")
-        self._move(self.scheduler.fall_asleep(1 + forget))
+        self._move(self.scheduler.resizing.fall_asleep(1 + forget))
         self.runner.resize(0)
         self._settled()
 
@@ -370,7 +373,7 @@ class Rig:
         """Undo `sleep`."""
         self._note(lambda: "wake")
         self.runner.resize(self.scheduler.capacity.num_pages)
-        self.scheduler.wake_up()
+        self.scheduler.resizing.wake_up()
         self._settled()
 
     def _move(self, plans: Sequence[StepPlan], *, fails: str = "") -> None:
@@ -382,7 +385,7 @@ class Rig:
                 self.faults[plan.step] = RuntimeError("scripted")
             step = None if fault == "launch" else self.runner.launch(plan)
             if step is None or fault:
-                assert not self.scheduler.fail(plan, RequestFailed("scripted")), "nobody's step failed"
+                assert not self.scheduler.failures.fail_step(plan, RequestFailed("scripted")), "nobody's step failed"
             else:
                 self.scheduler.commit(plan, step.wait())
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
+from headrace.engine.scheduling.load import live_tokens, num_swapped
 from headrace.engine.scheduling.order.alone import CHUNK
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request, State
@@ -92,7 +93,7 @@ class StepWatch:
         scheduler, pool = self._scheduler, self._scheduler.pool
         scheduler.roster.check()
         assert pool.held + pool.available == pool.num_pages
-        assert scheduler.roster.live_tokens() <= pool.held * pool.page_size
+        assert live_tokens(scheduler.roster) <= pool.held * pool.page_size
         for request in self._live(State.WAITING, State.RUNNING, State.PAUSED):
             assert request.id not in self._ended, f"r{request.id} lives on after its end"
 
@@ -106,8 +107,8 @@ class StepWatch:
                 scheduler.drop_stream(request)
         assert not scheduler.pool._reservations and not scheduler.pool._kept, "a page is kept for nobody"
         assert (scheduler.roster.num_waiting, scheduler.roster.num_running, scheduler.roster.num_paused) == (0, 0, 0)
-        assert scheduler.roster.num_swapped == 0
-        assert not scheduler.prefixes.promises and scheduler.roster.live_tokens() == 0
+        assert num_swapped(scheduler.roster) == 0
+        assert not scheduler.prefixes.promises and live_tokens(scheduler.roster) == 0
         for request in requests:
             assert not request.place.pages and request.row < 0 and not request.in_flight
 

@@ -20,7 +20,8 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
-from headrace.ops.formats import Int4Groups, Stored
+from headrace.ops.formats import Dense, Int4Groups, Stored
+from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks, as_int4_groups
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 4, 2, 64, 512, 40
 SHAPES = {
@@ -116,7 +117,7 @@ def test_every_kind_loads_as_the_package_dequantises_it(kind: Kind, keep_packed:
     }
     for field, values in wanted.items():
         found = (layer.feed if field in layer.feed.matrices else layer.mixer).matrices[field]
-        assert isinstance(found.format, Int4Groups) is (keep_packed and kind in (Kind.Q4_0, Kind.Q4_1))
+        assert found.format == (GgufBlocks(kind) if keep_packed and kind in BLOCK_KINDS else Dense(torch.float32))
         assert np.array_equal(tensor_of(found).numpy(), values), field
     assert np.array_equal(weights.embedding_VE.numpy(), expected["token_embd.weight"])
     assert np.array_equal(layer.feed.vectors["norm_E"].numpy(), expected["blk.0.ffn_norm.weight"])
@@ -190,9 +191,11 @@ def test_smollm2_agrees_with_the_package(smollm2: Path) -> None:
     qkv = np.concatenate([in_halves(q), in_halves(k), v])
     assert np.array_equal(tensor_of(weights.layers[29].mixer.matrices["qkv"]).numpy(), qkv)
     kept = packed.layers[29].mixer.matrices["qkv"]
-    assert kept.format == Int4Groups(32)
+    assert kept.format == GgufBlocks(Kind.Q4_1)
     assert np.array_equal(tensor_of(kept).numpy(), qkv)
-    assert int(kept.parts["values"].max()) == 15
+    groups = as_int4_groups(kept)
+    assert groups.format == Int4Groups(32) and torch.equal(groups.dense(torch.float32), kept.dense(torch.float32))
+    assert int(groups.parts["values"].max()) == 15
     assert np.array_equal(weights.embedding_VE.numpy(), dequantised("token_embd.weight"))
     assert torch.equal(packed.embedding_VE, weights.embedding_VE.bfloat16())
 

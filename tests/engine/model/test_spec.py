@@ -139,9 +139,6 @@ def test_a_config_without_architectures_goes_by_its_model_type() -> None:
     assert from_hf({**SIZES, "model_type": "qwen3"}).uniform_attention.qk_norm
 
 
-KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-KV_ONLY = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": KV_SCHEME}
-
 REFUSED = [
     ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
     ({"architectures": ["LlamaForCausalLM", "LlamaForCausalLM"]}, "architectures"),
@@ -157,11 +154,6 @@ REFUSED = [
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ({"rope_theta": 0}, "rope_theta"),
     ({"hidden_act": "gelu"}, "hidden_act"),
-    ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-    ({"quantization_config": {"quant_method": "awq", "kv_cache_scheme": KV_SCHEME}}, "quantization_config"),
-    ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization_config"),
-    ({"quantization_config": {**KV_ONLY, "config_groups": {"group_0": {}}}}, "quantization_config"),
-    ({"quantization_config": {**KV_ONLY, "kv_cache_scheme": {"num_bits": 8, "type": "int"}}}, "quantization_config"),
     ({"quantization_config": "fp8"}, "quantization_config"),
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

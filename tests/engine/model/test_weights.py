@@ -210,12 +210,13 @@ def test_harmless_leftovers_are_allowed(tmp_path: Path) -> None:
     assert weights.head.parts["values"] is weights.embedding_VE
 
 
-def test_scales_of_an_8_bit_cache_are_read_under_either_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["v_proj.v_scale", "attn.v_scale", "v_proj.output_scale"])
+def test_scales_of_an_8_bit_cache_are_read_under_every_name(name: str, tmp_path: Path) -> None:
     saved(tmp_path, tied=True)
     found = {
         KV0 + "k_scale": torch.tensor(0.25, dtype=torch.bfloat16),
         KV0 + "v_scale": torch.tensor([0.5]),
-        KV0.replace("0", "1") + "v_proj.v_scale": torch.tensor(3.0),
+        KV0.replace("0", "1") + name: torch.tensor(3.0),
     }
     save_changed(tmp_path, lambda tensors: {**tensors, **found})
     _, weights = load(tmp_path)

@@ -8,9 +8,10 @@ import pytest
 from simulation.rig import Rig, capacity
 
 from headrace.engine.scheduling.asked import Asked, Sampling
-from headrace.engine.scheduling.at_commit import at_commit_of
+from headrace.engine.scheduling.options.at_commit import at_commit_of
+from headrace.engine.scheduling.options.forks import branch, goes_on
 from headrace.engine.scheduling.pooling import Pooling
-from headrace.engine.scheduling.request import Request, branch, goes_on
+from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import NoToken, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.scheduling.shaping import Report, Reporting, Shaping

@@ -241,7 +241,7 @@ def test_deadlines_of_what_has_ended_are_not_kept() -> None:
         request = Request(Asked(limit=3, deadline=1e6), [1, 2])
         scheduler.submit(request)
         scheduler.finish(request, "cancelled")
-    assert len(scheduler._deadlines) <= 200 and scheduler.next_deadline is None
+    assert len(scheduler.deadlines) <= 200 and scheduler.deadlines.next is None
 
 
 @pytest.mark.anyio

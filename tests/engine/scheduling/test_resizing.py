@@ -166,11 +166,11 @@ def test_no_fewer_pages_than_somebody_already_needs() -> None:
     rig = rig_of(20)
     rig.submit(prompt(1, 30), 4)
     (request,) = rig.submit(prompt(2, 40), 4)
-    assert rig.scheduler.least_pages == 10
+    assert rig.scheduler.resizing.least_pages == 10
     rig.finish(request)
-    assert rig.scheduler.least_pages == 8
+    assert rig.scheduler.resizing.least_pages == 8
     rig.run()
-    assert rig.scheduler.least_pages == 1
+    assert rig.scheduler.resizing.least_pages == 1
 
 
 def test_a_deadline_passes_while_the_scheduler_sleeps() -> None:

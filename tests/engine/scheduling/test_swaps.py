@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from simulation.rig import Rig, capacity
 
+from headrace.engine.scheduling.load import num_swapped
 from headrace.engine.scheduling.request import Request, State
 
 
@@ -37,7 +38,7 @@ def test_one_that_gives_way_computes_nothing_twice(depth: int) -> None:
     rig = swapping(depth=depth)
     second = first_to_give_way(rig)
     assert second.state is State.WAITING and second.place.stored == len(second.tokens) - 1
-    assert (rig.scheduler.roster.num_swapped, rig.scheduler.roster.num_waiting) == (1, 1)
+    assert (num_swapped(rig.scheduler.roster), rig.scheduler.roster.num_waiting) == (1, 1)
     rig.run()
     rig.check_empty()
     wasted = rig.computed_tokens - sum(len(request.tokens) - 1 for request in rig.requests)
@@ -99,7 +100,7 @@ def test_a_failed_step_that_moves_pages_costs_its_own_requests_and_no_wrong_toke
         for name in range(2):
             rig.submit(words(name, 8), 17)
         while rig.scheduler.roster.requests:
-            plan = rig.launch(fault if rig.scheduler._step == failing else "")
+            plan = rig.launch(fault if rig.scheduler.roster.step == failing else "")
             if plan is not None and getattr(plan, moves) and first < 0:
                 first = plan.step
             if plan is None or len(rig.flights) == depth:

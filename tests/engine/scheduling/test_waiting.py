@@ -76,7 +76,7 @@ def test_tokens_before_a_request_are_those_of_its_lane_with_lower_places(
     waiting = Waiting(policy)
     queued: list[Request] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.engine.scheduling.order.waiting._CHUNK", 2)
+        patch.setattr("headrace.engine.scheduling.order.sums._CHUNK", 2)
         for name, (deadline, length, leaves) in enumerate(entries):
             adapter = ["x", None][name % 3 == 0]
             asked = Asked(limit=100, tenant="ab"[name % 2], adapter=adapter, deadline=deadline or None)
@@ -89,3 +89,20 @@ def test_tokens_before_a_request_are_those_of_its_lane_with_lower_places(
             if leaves:
                 waiting.remove(queued.pop(length % len(queued)))
             waiting.check()
+
+
+def test_tokens_are_counted_of_all_that_waited_before_anybody_asked() -> None:
+    policy = Deadlines()
+    waiting = Waiting(policy)
+    requests = [
+        Request(Asked(limit=100, deadline=float(name)), [1] * (1 + name % 7), id=name) for name in range(1, 700)
+    ]
+    for request in requests:
+        waiting.add(request)
+    waiting.remove(requests[3])
+    late = Request(Asked(limit=100, deadline=690.5), [1], id=700)
+    first = sum(request.known for request in requests[:690]) - requests[3].known
+    assert waiting.tokens_before(late) == first
+    waiting.remove(requests[5])
+    assert waiting.tokens_before(late) == first - requests[5].known
+    waiting.check()

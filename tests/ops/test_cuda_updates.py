@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
-from headrace.ops.cuda.adapters.rows import ALIKE, UNIT, LoraBatch, WornSite, group_rows, pick
+from headrace.ops.cuda.adapters.rows import ALIKE, UNIT, LoraBatch, UpdateSite, group_rows, pick
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.products.even_heads import EvenHeads
 from headrace.ops.cuda.products.even_linear import EvenLinear
@@ -70,7 +70,7 @@ class Adapter:
             lines[1, place, 2:] = torch.tensor([rank, sum(ranks[:place])])
         self.arena, self.table = torch.cat([*parts, poison(1, 64).flatten()]), lines.to(GPU)
 
-    def worn(self, wears: list[bool]) -> WornSite:
+    def worn(self, wears: list[bool]) -> UpdateSite:
         rows = len(wears)
         slots = torch.tensor([1 if worn else -1 for worn in wears], dtype=torch.int32, device=GPU)
         entries, order = torch.zeros(rows, 4, dtype=torch.int32, device=GPU), torch.zeros_like(slots)
@@ -81,7 +81,7 @@ class Adapter:
         group_rows(slots, torch.arange(rows, dtype=torch.int32, device=GPU), batch)
         own = torch.full_like(self.table[0], -9)
         pick(batch, own)
-        return WornSite(self.arena, own, batch.slots_N)
+        return UpdateSite(self.arena, own, batch.slots_N)
 
     def add(self, y: torch.Tensor, x: torch.Tensor, wears: list[bool]) -> torch.Tensor:
         """y with the updates of those that wear them."""
@@ -105,7 +105,7 @@ def test_product_and_sum(rows: int, size_out: int, size_in: int, rank: int) -> N
     for pdl in (False, True, True):
         out, kept, scaled = poison(rows, size_out), residual.clone(), poison(rows, size_out)
         even = EvenLinear(SCRATCH, eps=EPS, pdl=pdl)
-        even.product(x, weight, out, worn=worn)
+        even.product(x, weight, out, updates=worn)
         squares = even.add(x, weight, kept, norm, scaled, worn)
         outs.append((out, kept, scaled))
     assert error(outs[0][0], truth) < 5e-3
@@ -123,7 +123,7 @@ def test_rows_that_wear_nothing_are_as_without_adapters() -> None:
     even.product(x, weight, bare)
     for wears in ([False] * 40, [True] * 40, some(40)):
         out = poison(40, 4096)
-        even.product(x, weight, out, worn=adapter.worn(wears))
+        even.product(x, weight, out, updates=adapter.worn(wears))
         for row, worn in enumerate(wears):
             assert torch.equal(out[row], bare[row]) != worn
 
@@ -131,9 +131,9 @@ def test_rows_that_wear_nothing_are_as_without_adapters() -> None:
 def test_a_failed_row_leaves_others_alone() -> None:
     x, weight, worn = random(5, 1024), random(4096, 1024) / 32, Adapter(1024, [4096], [16]).worn([True] * 5)
     even, whole, ill = EvenLinear(SCRATCH, eps=EPS, pdl=True), poison(5, 4096), poison(5, 4096)
-    even.product(x, weight, whole, worn=worn)
+    even.product(x, weight, whole, updates=worn)
     x[3] = float("nan")
-    even.product(x, weight, ill, worn=worn)
+    even.product(x, weight, ill, updates=worn)
     assert ill[3].isnan().all()
     assert torch.equal(ill[[0, 1, 2, 4]], whole[[0, 1, 2, 4]])
 

@@ -1,0 +1,50 @@
+"""The table of formats in docs/models.md says what the code reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quantised_checkpoints import CASES
+
+from headrace.engine.model.checkpoint.quantised import auto_round, compressed_tensors, modelopt
+from headrace.engine.model.checkpoint.quantised.reader import METHODS
+
+ROOT = Path(__file__).parents[3]
+PLAIN = "float32"
+
+
+def rows() -> dict[str, tuple[str, set[str]]]:
+    """What is read and the formats that it is kept in, by the quant_method."""
+    lines = (ROOT / "docs/models.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| `")][1:]
+    return {method.strip("`"): (read, set(kept.strip("` ").split("`, `"))) for method, read, kept in cells}
+
+
+def test_the_table_has_the_methods_that_are_read() -> None:
+    assert rows().keys() == METHODS.keys()
+
+
+def test_the_table_names_what_each_method_reads() -> None:
+    table = rows()
+    assert all(f"`{name}`" in table["compressed-tensors"][0] for name in compressed_tensors.FORMATS)
+    assert all(f"`{name}`" in table["modelopt"][0] for name in modelopt.ALGORITHMS)
+    named = table["auto-round"][0].partition("of ")[2].partition(", with")[0].replace(" and", ",").split(", ")
+    assert named and all(name.strip("`") in auto_round.PACKINGS for name in named)
+
+
+def test_the_table_says_as_what_each_checkpoint_is_kept() -> None:
+    table = rows()
+    kept: dict[str, set[str]] = {}
+    for case in CASES.values():
+        method = case.config.get("quant_method", "modelopt")
+        names = {name if name.startswith("fp8") else name.split("-")[0] for name in case.formats - {PLAIN}}
+        kept[method] = kept.get(method, set()) | names
+    for method, names in kept.items():
+        assert names <= table[method][1], method
+    assert kept.keys() == METHODS.keys() - {"fbgemm_fp8"}
+
+
+def test_the_readme_names_the_tools() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert all(name in text for name in ("FP8", "INT8", "GPTQ", "AWQ", "AutoRound", "MXFP4", "NVFP4", "bitsandbytes"))
+    assert "docs/models.md" in text

@@ -1,0 +1,37 @@
+"""Quantised models on the emulated GPU, and models quantised while they are loaded on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from emulated_cuda import emulated
+from gpu.conftest import Zoo
+from gpu.quantised import check_checkpoint, check_quantise
+
+from headrace.ops.quantise import Method
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("checkpoints"), "cpu")
+
+
+@pytest.mark.parametrize("method", ["fp8", "int4"])
+def test_a_gpu_gives_the_tokens_of_the_dequantised_model(zoo: Zoo, method: Method, tmp_path: Path) -> None:
+    with emulated() as gpu:
+        check_quantise(zoo, "cuda", "cpu", method, tmp_path)
+        kind = {"fp8": "fp8", "int4": "int4-g128-zeros"}[method]
+        used = {name for name, launches in gpu.launches.items() if kind in name and launches}
+        many = () if method == "fp8" else ("unpacked",)
+        assert used == {f"product: {kernel}, {kind}" for kernel in ("even", "even heads", *many)}
+
+
+def test_a_cpu_gives_the_tokens_of_the_dequantised_model(zoo: Zoo, tmp_path: Path) -> None:
+    check_quantise(zoo, "cpu", "cpu", "int8", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq"])
+def test_a_gpu_reads_quantised_checkpoints(name: str, tmp_path: Path) -> None:
+    with emulated():
+        check_checkpoint(name, "cuda", "cpu", tmp_path)

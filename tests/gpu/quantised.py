@@ -1,0 +1,80 @@
+"""Models that are quantised while they are loaded, or were before: what any device must do with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from gpu.conftest import Zoo
+from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
+from gpu.judge import Judge
+from quantised_checkpoints import CASES, CONFIG, write_checkpoint
+from safetensors.torch import load_file, save_file
+
+from headrace.ops.formats import Stored
+from headrace.ops.quantise import Method, quantise
+
+__all__ = ["check_checkpoint", "check_quantise"]
+
+_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
+"""Heads of 64 features, which kernels of attention take, in matrices of the same sizes."""
+LENGTHS = (1, 3, 17, 40, 64, 90, 5, 33, 21, 8, 2, 70, 11, 26, 50, 9, 4, 31, 6, 12)
+
+
+def _dense_twin(folder: Path, to: Path, method: Method) -> Path:
+    """A checkpoint of the numbers that the quantised matrices of another one stand for."""
+    shutil.copytree(folder, to)
+    for file in to.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.endswith("proj.weight"):
+                tensors[name] = quantise(Stored.from_dense(tensor), method).dense(torch.bfloat16).contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
+    return to
+
+
+def check_quantise(zoo: Zoo, device: str, judge_on: str, method: Method, root: Path) -> None:
+    """Assert that tokens are those of the dequantised model: alone, side by side, in chunks, after sleep and resize."""
+    folder = zoo.folder("llama 3")
+    judge = Judge(_dense_twin(folder, root / method, method), judge_on)
+
+    async def run() -> None:
+        options: dict[str, Any] = {"kv_memory": "24MiB", "max_rows": 64, "max_context": 256}
+        # With more tokens in a step, 8-bit floats are multiplied by 8-bit floats.
+        options["max_batched_tokens"] = 64 if method == "fp8" else 128
+        async with open_engine(folder, device, quantize=method, **options) as engine:
+            judge.check(await one_by_one(engine, [draw(length, length) for length in (1, 45, 150)], 12), "alone")
+            prompts = [draw(length, length) for length in LENGTHS]
+            before = await together(engine, prompts, greedy(10))
+            judge.check(before, "side by side")
+            await engine.sleep(level=1)
+            await engine.wake()
+            judge.check(await one_by_one(engine, [draw(30, 2)], 10), "after sleep")
+            await engine.sleep(level=2)
+            await engine.wake()
+            judge.check(await together(engine, prompts, greedy(6)), "read again")
+            await at_rest(engine)
+
+    anyio.run(run)
+
+
+def check_checkpoint(name: str, device: str, judge_on: str, root: Path) -> None:
+    """Assert that a quantised checkpoint gives the tokens of its plain model."""
+    state = write_checkpoint(root / "quantised", CASES[name], **_HEADS)
+    plain = root / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(CONFIG | _HEADS))
+    tensors = {name: torch.from_numpy(array).bfloat16().contiguous() for name, array in state.items()}
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    judge = Judge(plain, judge_on, loose=8.0)  # of 64 ids: weights of random codes make the model chaotic
+
+    async def run() -> None:
+        options: dict[str, Any] = {"kv_memory": "8MiB", "max_rows": 32, "max_batched_tokens": 64}
+        async with open_engine(root / "quantised", device, **options) as engine:
+            judge.check(await together(engine, [draw(7, seed, 60) for seed in range(20)], greedy(12)), name)
+
+    anyio.run(run)

@@ -1,0 +1,23 @@
+"""Quantised models on the device under test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gpu.conftest import Zoo
+from gpu.quantised import check_checkpoint, check_quantise
+
+from headrace.ops.quantise import Method
+
+CHECKPOINTS = ("fp8 blocks", "compressed int4 in an order", "gptq with rules", "awq", "auto-round mixture")
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_tokens_are_those_of_the_dequantised_model(zoo: Zoo, device: str, method: Method, tmp_path: Path) -> None:
+    check_quantise(zoo, device, device, method, tmp_path)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_quantised_checkpoint_is_its_plain_model(device: str, name: str, tmp_path: Path) -> None:
+    check_checkpoint(name, device, device, tmp_path)
