@@ -1,4 +1,4 @@
-"""One model, a voice for each tenant: every tenant's chats wear its adapter, all in one batch, and none sees another's.
+"""One model, a voice for each tenant: every tenant's chats use its adapter, all in one batch, and none sees another's.
 
 The adapters in examples/adapters were trained by train_adapters.py: `pirate` talks like one, `json` answers programs.
 
