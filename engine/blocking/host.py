@@ -77,7 +77,9 @@ class HostCall:
         self._scope: anyio.CancelScope | None = None
 
     async def run(self, ask: Callable[[], Awaitable[None]]) -> None:
-        """Answer the call, on the event loop."""
+        """Answer the call, on the event loop, unless it was cancelled between its post and this task."""
+        if self.ended.is_set():
+            return
         error: BaseException | None = EngineStopped("the LLM was closed meanwhile")
         try:
             with anyio.CancelScope() as self._scope:

@@ -24,6 +24,7 @@ from headrace.engine import (
     LLM,
     AdapterRejected,
     Completion,
+    Engine,
     EngineCrashed,
     EngineStopped,
     HeadraceError,
@@ -33,6 +34,7 @@ from headrace.engine import (
     SamplingParams,
     UnknownAdapter,
 )
+from headrace.engine.blocking.host import HostCall
 from headrace.engine.testing import ScriptedEngine, ScriptedRunner
 
 PATIENCE = 20.0
@@ -197,6 +199,26 @@ def test_an_error_of_the_iterable_cancels_the_rest() -> None:
         with pytest.raises(ZeroDivisionError):
             llm.generate(prompts(), greedy(None))
         check_serving(llm)
+
+
+def test_a_call_that_is_cancelled_as_it_starts_never_runs() -> None:
+    """Start and cancellation reach the event loop in one turn, before the task of the call has begun."""
+    asked: list[Engine] = []
+
+    async def ask(engine: Engine) -> None:
+        asked.append(engine)
+
+    with scripted() as llm:
+        call = HostCall(["x"])
+
+        def start_and_cancel() -> None:
+            llm._host._start(call, ask)
+            call.cancel()
+
+        llm._host._send(start_and_cancel)
+        assert call.ended.wait(PATIENCE)
+        check_serving(llm)
+    assert not asked
 
 
 def test_what_does_not_open_leaves_no_thread(tmp_path: Path) -> None:
