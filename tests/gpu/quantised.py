@@ -45,7 +45,7 @@ def check_quantise(zoo: Zoo, device: str, judge_on: str, method: Method, root: P
     async def run() -> None:
         options: dict[str, Any] = {"kv_memory": "24MiB", "max_rows": 64, "max_context": 256}
         # With more tokens in a step, 8-bit floats are multiplied by 8-bit floats.
-        options["max_batched_tokens"] = 64 if method == "fp8" else 128
+        options["max_batched_tokens"] = 64 if method == "fp8" else 192
         async with open_engine(folder, device, quantize=method, **options) as engine:
             judge.check(await one_by_one(engine, [draw(length, length) for length in (1, 45, 150)], 12), "alone")
             prompts = [draw(length, length) for length in LENGTHS]

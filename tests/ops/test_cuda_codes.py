@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("flashinfer")
 
 from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.products.coded_vector import MAX_ROWS, coded_vector_linear
 from headrace.ops.cuda.products.codes import Codes, codes_of, in_codes
 from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.linear import LinearScratch
@@ -54,6 +55,21 @@ def test_products(format: Format, size_out: int, size_in: int) -> None:
         even.product(x, codes, out)
         even.product(x, codes, again)
         assert ulps(out, x.double() @ dense.T) <= 2
+        assert torch.equal(out, again)
+
+
+@names
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("size_out", "size_in"), [(6144, 4096), (1024, 14336), (4096, 896), (328, 256)])
+def test_products_without_tensor_cores(format: Format, size_out: int, size_in: int, gated: bool) -> None:
+    codes, dense = held(format, size_out, size_in)
+    for rows in range(1, MAX_ROWS + 1):
+        x = random(rows, size_in)
+        out, again = (poison(rows, size_out // 2 if gated else size_out) for _ in range(2))
+        coded_vector_linear(x, codes, out, gated=gated, pdl=True)
+        coded_vector_linear(x, codes, again, gated=gated, pdl=True)
+        truth = x.double() @ dense.T
+        assert ulps(out, reference.silu_mul(truth) if gated else truth) <= 2
         assert torch.equal(out, again)
 
 

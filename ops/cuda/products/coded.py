@@ -1,7 +1,7 @@
 """`coded`: the declarations of the kernels that multiply by weights in codes; never decides what is stored in codes.
 
-Up to 64 rows codes go through the ring of csrc/few_rows.cuh and become bf16 in registers. More rows multiply by a dense
-copy, made in slices. Imports no compiler.
+One row is multiplied without tensor cores. Up to 64 rows codes go through the ring of csrc/few_rows.cuh and become bf16
+in registers, some more rows do so in passes, and many multiply by a dense copy, made in slices. Imports no compiler.
 """
 
 from __future__ import annotations
@@ -9,18 +9,66 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+import torch
+
 from headrace.ops.cuda.products.codes import E4M3, Kind
-from headrace.ops.cuda.products.kernels import EvenHeadProducts, EvenProducts, KernelOfProducts
+from headrace.ops.cuda.products.kernels import WITH_BIAS, EvenHeadProducts, EvenProducts, KernelOfProducts, up_to
 from headrace.ops.cuda.tuning.table import ANY
 
 if TYPE_CHECKING:
-    import torch
-
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.products.fusion import Fusion
     from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom, ProductRun, WeightShape
 
-__all__ = ["ScaledProducts", "UnpackedProducts", "coded"]
+__all__ = ["CodedVectorProducts", "PassesProducts", "ScaledProducts", "UnpackedProducts", "coded"]
+
+_VECTOR_ROWS = 8
+"""Most rows of coded_vector.py, whatever a tuning says."""
+
+
+class CodedVectorProducts(KernelOfProducts):
+    """Products of one row without tensor cores (coded_vector.py), with the activation after."""
+
+    fuses = frozenset(("plain", "gated"))
+    early = frozenset(("weights",))
+
+    def __init__(self, kind: Kind) -> None:
+        """Multiply by codes of `kind`."""
+        self.kind = kind
+        self.name = f"vector, {kind.name}"
+
+    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
+        if weight.dtype != torch.bfloat16:
+            return f"takes bfloat16, not {str(weight.dtype).removeprefix('torch.')}"
+        return WITH_BIAS if weight.has_bias and fusion == "gated" else None
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which reading the weight is all the work."""
+        return up_to(_VECTOR_ROWS, arch.tuning.coded_vector_rows)
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return the Triton kernel."""
+        from headrace.ops.cuda.products.running import CodedVectorRun
+
+        return CodedVectorRun(room, self)
+
+
+class PassesProducts(EvenProducts):
+    """Products of some more rows than 64 by the kernel for 64 (even_linear.py), which reads the weight for each 64."""
+
+    dense_name = "even in passes"
+    fuses = frozenset(("plain", "gated"))
+    has_updates = False
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which reading the weight again costs less than a dense copy of it."""
+        return arch.tuning.coded_pass_rows
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return the kernel of csrc/."""
+        from headrace.ops.cuda.products.running import PassesRun
+
+        return PassesRun(room, self)
 
 
 class UnpackedProducts(KernelOfProducts):
@@ -80,4 +128,7 @@ class ScaledProducts(KernelOfProducts):
 @functools.cache
 def coded(kind: Kind) -> tuple[ProductKernel, ...]:
     """Return the kernels for one kind of codes, the preferred ones first."""
-    return (EvenHeadProducts(kind), EvenProducts(kind), ScaledProducts(kind), UnpackedProducts(kind))
+    return (
+        EvenHeadProducts(kind), EvenProducts(kind), CodedVectorProducts(kind), ScaledProducts(kind),
+        PassesProducts(kind), UnpackedProducts(kind),
+    )  # fmt: skip

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom, ProductRun, WeightShape
 
 __all__ = [
-    "PRODUCTS", "CublasProducts", "EvenHeadProducts", "EvenProducts", "FewRowsGatedProducts", "FewRowsProducts",
-    "KernelOfProducts", "TileProducts", "VectorProducts", "dense",
+    "PRODUCTS", "WITH_BIAS", "CublasProducts", "EvenHeadProducts", "EvenProducts", "FewRowsGatedProducts",
+    "FewRowsProducts", "KernelOfProducts", "TileProducts", "VectorProducts", "dense", "up_to",
 ]  # fmt: skip
 
 _LINE = 64
@@ -37,7 +37,7 @@ _VECTOR_INPUTS = 4096
 _VECTOR_ROWS, _TRITON_ROWS, _SOURCE_ROWS = 8, 64, 64
 """Most rows of vector.py, linear.py and csrc/few_rows.cuh, whatever a tuning says."""
 _NOWHERE: Final = range(0)
-_WITH_BIAS: Final = "a bias comes between its product and what follows it"
+WITH_BIAS: Final = "a bias comes between its product and what follows it"
 
 
 def dense(weight_OI: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def dense(weight_OI: Tensor) -> Tensor:
     return weight_OI.contiguous()
 
 
-def _up_to(most: int, rows: range) -> range:
+def up_to(most: int, rows: range) -> range:
     """Return the rows that a kernel of at most `most` rows can compute."""
     return range(rows.start, min(rows.stop, most + 1))
 
@@ -124,7 +124,7 @@ class _FewRowsOfSource(_Compiled):
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work."""
-        return _up_to(_SOURCE_ROWS, arch.tuning.even_rows if self.kind is None else arch.tuning.coded_rows)
+        return up_to(_SOURCE_ROWS, arch.tuning.even_rows if self.kind is None else arch.tuning.coded_rows)
 
 
 def _build_for_rows(source: str, updates: bool, macros: Mapping[str, int]) -> None:
@@ -148,7 +148,7 @@ class VectorProducts(KernelOfProducts):
 
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
         if weight.has_bias and fusion in ("gated", "norm gated"):
-            return _WITH_BIAS
+            return WITH_BIAS
         if fusion.startswith("norm") and weight.size_in > _VECTOR_INPUTS:
             return f"computes norms of up to {_VECTOR_INPUTS} features, not {weight.size_in}"
         return None
@@ -157,7 +157,7 @@ class VectorProducts(KernelOfProducts):
         """Return one row; none for the norm of a long input, which every program would compute again."""
         tuning = arch.tuning
         is_long = fusion.startswith("norm") and weight.size_in > tuning.vector_norm_inputs
-        return _NOWHERE if is_long else _up_to(_VECTOR_ROWS, tuning.vector_rows)
+        return _NOWHERE if is_long else up_to(_VECTOR_ROWS, tuning.vector_rows)
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the Triton kernel."""
@@ -181,7 +181,7 @@ class EvenHeadProducts(_FewRowsOfSource):
 
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
         if weight.has_bias:
-            return _WITH_BIAS
+            return WITH_BIAS
         if weight.size_out % _HEAD:
             return f"{weight.size_out} outputs are no heads of {_HEAD}"
         return f"{weight.size_in} inputs, the kernel takes multiples of {_LINE}" if weight.size_in % _LINE else None
@@ -202,7 +202,7 @@ class EvenProducts(_FewRowsOfSource):
 
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
         if weight.has_bias and fusion not in ("plain", "factors plain"):
-            return _WITH_BIAS
+            return WITH_BIAS
         multiple = 2 * _PIECE if fusion.startswith("factors") else _LINE
         if self.kind is not None and fusion.endswith("gated"):
             multiple = 2 * _LINE  # scales of ups are copied in pieces of their own
@@ -231,7 +231,7 @@ class TileProducts(_Compiled):
 
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
         if weight.has_bias:
-            return _WITH_BIAS
+            return WITH_BIAS
         if weight.size_out % (2 * _PIECE) or weight.size_in % _PIECE:
             return f"{weight.size_out // 2} gates of {weight.size_in} inputs, the kernel takes multiples of {_PIECE}"
         return None
@@ -257,7 +257,7 @@ class _Triton(KernelOfProducts):
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
         if weight.size_in % _LINE:
             return f"{weight.size_in} inputs, the kernel takes multiples of {_LINE}"
-        return _WITH_BIAS if weight.has_bias and fusion == "gated" else None
+        return WITH_BIAS if weight.has_bias and fusion == "gated" else None
 
 
 class FewRowsGatedProducts(_Triton):
@@ -270,7 +270,7 @@ class FewRowsGatedProducts(_Triton):
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return few rows; none for a weight with which the activation inside saves too little traffic."""
         is_small = weight.size_out // 2 < arch.tuning.few_rows_gated_outputs
-        return _NOWHERE if is_small else _up_to(_TRITON_ROWS, arch.tuning.few_rows)
+        return _NOWHERE if is_small else up_to(_TRITON_ROWS, arch.tuning.few_rows)
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the Triton kernel."""
@@ -287,7 +287,7 @@ class FewRowsProducts(_Triton):
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work."""
-        return _up_to(_TRITON_ROWS, arch.tuning.few_rows)
+        return up_to(_TRITON_ROWS, arch.tuning.few_rows)
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the Triton kernel."""

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from headrace.ops.cuda.products.coded_vector import coded_vector_linear
 from headrace.ops.cuda.products.even_heads import EvenHeads
 from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.fusion import AddNorm, HeadTargets, Residual, Squares
-from headrace.ops.cuda.products.linear import linear, linear_silu_mul
+from headrace.ops.cuda.products.linear import MAX_ROWS, linear, linear_silu_mul
 from headrace.ops.cuda.products.scaled import to_codes
 from headrace.ops.cuda.products.tile_linear import TileLinear
 from headrace.ops.cuda.products.unpacked import SLICE, unpack
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom
 
 __all__ = [
+    "CodedVectorRun",
     "CublasRun",
     "EvenHeadsRun",
     "EvenRun",
     "FewRowsGatedRun",
     "FewRowsRun",
+    "PassesRun",
     "Product",
     "ScaledRun",
     "TileRun",
@@ -158,6 +161,28 @@ class CublasRun(_Run):
 
     def _enqueue(self, product: Product) -> None:
         _multiply(product.x_NI, product.weight_OI, product.out)
+
+
+class CodedVectorRun(_Run):
+    """Product of one row with codes, with the activation after."""
+
+    def _enqueue(self, product: Product) -> None:
+        is_gated = product.after is not None
+        coded_vector_linear(product.x_NI, product.codes, product.out, gated=is_gated, pdl=self._pdl)
+
+
+class PassesRun(_Run):
+    """Product of rows in passes of as many as the kernel for few rows takes."""
+
+    def __init__(self, room: ProductRoom, kernel: ProductKernel) -> None:
+        """Launch on the stream of `room`."""
+        super().__init__(room, kernel)
+        self._even = EvenLinear(room.scratch, eps=room.eps, pdl=room.pdl)
+
+    def _enqueue(self, product: Product) -> None:
+        multiply = self._even.product if product.after is None else self._even.silu_mul
+        for x_NI, out in zip(product.x_NI.split(MAX_ROWS), product.out.split(MAX_ROWS), strict=True):
+            multiply(x_NI, product.codes, out)
 
 
 class UnpackedRun(_Run):

@@ -40,8 +40,12 @@ class Tuning:
     """Name of the GPU that the numbers were measured on."""
     is_measured: bool
     """Whether that is the GPU at hand, rather than the one that stands for all that nobody measured."""
+    coded_vector_rows: range
+    """Rows for products with codes without tensor cores, where those of `coded_rows` cannot be had."""
     coded_rows: range
-    """Rows for products that take weights in codes."""
+    """Rows for products that bring codes to tensor cores as they are read."""
+    coded_pass_rows: range
+    """Rows for which that is done in passes."""
     coded_wide_rows: int
     """Most rows for which such products take tiles of 128 lines of codes: with more, their inputs take too long."""
     vector_rows: range
