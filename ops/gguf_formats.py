@@ -15,13 +15,16 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from headrace.ops.formats import Int4Groups, PartSpec, Stored, row_blocks
+from headrace.ops.quantised import IntGroups, pack_nibbles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-__all__ = ["BLOCK_KINDS", "GgufBlocks", "as_int4_groups"]
+    from headrace.ops.formats import Format
+
+__all__ = ["BLOCK_KINDS", "GgufBlocks", "as_int4_groups", "as_int_groups", "int_groups_of"]
 
 
 class _Block(NamedTuple):
@@ -130,6 +133,23 @@ def as_int4_groups(weight: Stored) -> Stored:
     minimum = constants[..., 1].contiguous() if has_minimum else scale * -8
     parts = {"values": _halves(codes).flatten(-2), "scale": scale, "minimum": minimum}
     return Stored(Int4Groups(32), weight.shape, parts)
+
+
+def int_groups_of(format: Format) -> Format:
+    """Return the groups of integers with the same numbers as Q8_0 or Q4_0; any other format as it is."""
+    if not isinstance(format, GgufBlocks) or format.kind not in (Kind.Q8_0, Kind.Q4_0):
+        return format
+    return IntGroups(8 if format.kind is Kind.Q8_0 else 4, 32, scale=torch.float16)
+
+
+def as_int_groups(weight: Stored) -> Stored:
+    """Return a weight of Q8_0 or Q4_0 blocks as groups of integers with the same numbers; any other as it is."""
+    format, codes = int_groups_of(weight.format), weight.parts.get("codes")
+    if not isinstance(format, IntGroups) or codes is None:
+        return weight
+    # Q8_0 has signed values, Q4_0 values plus 8; groups of 8 bits have values plus 128.
+    values = codes ^ 0x80 if format.bits == 8 else pack_nibbles(_halves(codes.unflatten(-1, (-1, 16))).flatten(-2))
+    return Stored(format, weight.shape, {"values": values, "scale": weight.parts["constants"]})
 
 
 def _halves(codes: Tensor) -> Tensor:

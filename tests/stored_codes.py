@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from headrace.ops.formats import Format, Stored
+from headrace.ops.gguf_formats import GgufBlocks
 from headrace.ops.quantised import Fp8, IntGroups
 
 __all__ = ["FORMATS", "random_weight"]
@@ -17,6 +19,8 @@ FORMATS: tuple[Format, ...] = (
     IntGroups(4, 64, zeros=True, scale=torch.float16),
     IntGroups(4, 32, scale=torch.float16),
     IntGroups(8, 128, scale=torch.float16),
+    GgufBlocks(Kind.Q8_0),
+    GgufBlocks(Kind.Q4_0),
 )
 
 
@@ -25,7 +29,7 @@ def random_weight(format: Format, size_out: int, size_in: int, device: str = "cp
     generator = torch.Generator().manual_seed(seed)
     parts = {}
     for name, spec in format.parts((size_out, size_in)).items():
-        if name == "values":
+        if name in ("values", "codes"):
             codes = torch.randint(0, 256, spec.shape, generator=generator, dtype=torch.uint8)
             if spec.dtype == torch.float8_e4m3fn:
                 codes = torch.where(codes & 127 == 127, codes - 1, codes)  # NaN

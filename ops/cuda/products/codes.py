@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from headrace.ops.formats import PartSpec, Stacked, Stored
+from headrace.ops.gguf_formats import as_int_groups, int_groups_of
 from headrace.ops.quantised import Fp8, IntGroups, unpack_nibbles
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def kind_of(format: Format, shape: tuple[int, ...]) -> Kind | str:
     outs, ins = shape[-2:]
     if ins % 64 or outs % _LINES_OF_SCALE:
         return f"takes multiples of 8 outputs and 64 inputs, not {outs} and {ins}"
+    format = int_groups_of(format)
     if isinstance(format, Stacked):
         kinds = {kind_of(piece, (size, ins)) for piece, size in format.pieces}
         return kinds.pop() if len(kinds) == 1 else f"takes one format, not {format.name}"
@@ -183,6 +185,7 @@ def codes_of(weight: Stored) -> Codes:
 
 def _packed(weight: Stored, kind: Kind) -> Stored:
     pieces = weight.format.unstack(weight.parts, weight.shape) if isinstance(weight.format, Stacked) else [weight]
+    pieces = [as_int_groups(piece) for piece in pieces]
     parts = {"codes": torch.cat([_in_order(piece, kind) for piece in pieces])}
     layout = CodeLayout(kind, torch.float32)
     if not kind.group:
