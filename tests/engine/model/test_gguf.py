@@ -20,6 +20,7 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
+from headrace.ops.cuda.products.codes import CodeLayout, in_codes
 from headrace.ops.formats import Dense, Int4Groups, Stored
 from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks, as_int4_groups
 
@@ -122,6 +123,17 @@ def test_every_kind_loads_as_the_package_dequantises_it(kind: Kind, keep_packed:
     assert np.array_equal(weights.embedding_VE.numpy(), expected["token_embd.weight"])
     assert np.array_equal(layer.feed.vectors["norm_E"].numpy(), expected["blk.0.ffn_norm.weight"])
     assert weights.head.parts["values"] is weights.embedding_VE
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Kind.Q8_0, "int8-g32"), (Kind.Q4_0, "int4-g32"), (Kind.Q4_1, "dense")])
+def test_a_gpu_keeps_blocks_in_codes(kind: Kind, name: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny.gguf", kind)
+    plain = load(tmp_path / "tiny.gguf").layers[0]
+    layer = load(tmp_path / "tiny.gguf", layout=lambda weight: in_codes(weight, torch.float32)).layers[0]
+    for sublayer, dense in ((layer.mixer, plain.mixer), (layer.feed, plain.feed)):
+        for field, matrix in sublayer.matrices.items():
+            assert (matrix.format.name if isinstance(matrix.format, CodeLayout) else "dense") == name
+            assert torch.equal(tensor_of(matrix), tensor_of(dense.matrices[field])), field
 
 
 def test_only_the_llama_architecture_interleaves_pairs(tmp_path: Path) -> None:
