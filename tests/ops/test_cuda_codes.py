@@ -60,10 +60,10 @@ def test_products(format: Format, size_out: int, size_in: int) -> None:
 
 @names
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("size_out", "size_in"), [(6144, 4096), (1024, 14336), (4096, 896), (328, 256)])
+@pytest.mark.parametrize(("size_out", "size_in"), [(1024, 14336), (4096, 896), (328, 256)])
 def test_products_without_tensor_cores(format: Format, size_out: int, size_in: int, gated: bool) -> None:
     codes, dense = held(format, size_out, size_in)
-    for rows in range(1, MAX_ROWS + 1):
+    for rows in (1, 2, MAX_ROWS):
         x = random(rows, size_in)
         out, again = (poison(rows, size_out // 2 if gated else size_out) for _ in range(2))
         coded_vector_linear(x, codes, out, gated=gated, pdl=True)

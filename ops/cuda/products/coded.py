@@ -29,7 +29,7 @@ _VECTOR_ROWS = 8
 class CodedVectorProducts(KernelOfProducts):
     """Products of one row without tensor cores (coded_vector.py), with the activation after."""
 
-    fuses = frozenset(("plain", "gated"))
+    fuses = frozenset(("plain", "logits", "gated"))
     early = frozenset(("weights",))
 
     def __init__(self, kind: Kind) -> None:

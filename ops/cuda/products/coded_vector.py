@@ -8,7 +8,7 @@ rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 import triton
@@ -20,9 +20,23 @@ from headrace.ops.cuda.products.codes import E4M3, Codes
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_ROWS", "coded_vector_linear"]
+__all__ = ["MAX_ROWS", "TILINGS", "Tiling", "coded_vector_linear"]
 
 MAX_ROWS = 8
+
+
+class Tiling(NamedTuple):
+    """The work of a program; sizes are powers of two."""
+
+    block: int
+    """Chunks of 16 bytes of a line that are read at once."""
+    lines: int
+    """Lines of the weight, gates and ups included."""
+    warps: int
+
+
+TILINGS: Final = {4: Tiling(128, 4, 4), 8: Tiling(256, 4, 8)}
+"""Division of the work by the bits of a code."""
 _SIGNS, _ABOVE = -0x7FFF8000, 0x4B000000
 """Bits of two signs, 16 apart, and 2^23 in float32. The kernel takes them as arguments: of two constants in one
 operation on bits, only one may be part of the instruction."""
@@ -178,9 +192,7 @@ def coded_vector_linear(
     *,
     gated: bool = False,
     pdl: bool = False,
-    block_out: int | None = None,
-    block: int | None = None,
-    warps: int | None = None,
+    how: Tiling | None = None,
 ) -> None:
     """Compute `out = x W^T` for at most `MAX_ROWS` rows, accumulated in float32.
 
@@ -190,9 +202,7 @@ def coded_vector_linear(
         out_NO: Output in any float dtype, last dimension contiguous; must not overlap the input.
         gated: Whether to compute `out = silu(gate) * up`.
         pdl: Whether to use programmatic dependent launch; kernels.py declares what is then read before the wait.
-        block_out: Output features of a program, a power of two; None picks.
-        block: Chunks of 16 bytes of a line that a program reads at once, a power of two; None picks.
-        warps: Warps of a program; None picks.
+        how: Division of the work; None for that of `TILINGS`.
 
     Raises:
         ValueError: Too many rows.
@@ -202,8 +212,9 @@ def coded_vector_linear(
         raise ValueError(f"{rows} rows: at most {MAX_ROWS}")
     size_out = weight.shape[0] // 2 if gated else weight.shape[0]
     chunks = size_in * kind.bits // 128
-    block = min(block or 256, triton.next_power_of_2(chunks))
-    block_out = block_out or max(512 // block // (2 if gated else 1), 1)
+    how = how or TILINGS[kind.bits]
+    block = min(how.block, triton.next_power_of_2(chunks))
+    block_out = max(how.lines // (2 if gated else 1), 1)
     # fmt: off
     _coded_vector_kernel[(triton.cdiv(size_out, block_out),)](
         x_NI.view(torch.int32), weight.codes_OB.view(torch.int32), weight.scales, weight.zeros, out_NO, size_out,
@@ -211,6 +222,6 @@ def coded_vector_linear(
         _SIGNS if kind.codes == E4M3 else _ABOVE,
         ROWS=rows, COLUMNS=triton.next_power_of_2(rows), BLOCK_OUT=block_out, BLOCK=block,
         STEPS=triton.cdiv(chunks, block), CODES=kind.codes, GROUP=kind.group, ZEROS=kind.zeros, GATED=gated, PDL=pdl,
-        num_warps=warps or 8, launch_pdl=pdl,
+        num_warps=how.warps, launch_pdl=pdl,
     )
     # fmt: on
