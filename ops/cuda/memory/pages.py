@@ -84,9 +84,7 @@ class PageMemory:
             wanted = before
             raise
         finally:
-            while len(self._ends) > 2 and self._ends[-2] >= wanted:
-                end = self._ends.pop()
-                self._unback(self._ends[-1], end, self._layers)
+            self._release(wanted)
 
     def close(self) -> None:
         """Release everything; no page may be used any more, even if tensors over them are left."""
@@ -110,6 +108,14 @@ class PageMemory:
     def _unback(self, start: int, end: int, layers: int) -> None:
         for layer in range(layers):
             self._range.unback(layer * self._span + start, end - start)
+
+    def _release(self, wanted: int) -> None:
+        """Release the pieces of memory behind the first `wanted` bytes of each layer."""
+        if len(self._ends) > 2 and self._ends[-2] >= wanted:
+            self._range.settle()  # a piece that was just added may still be cleared
+        while len(self._ends) > 2 and self._ends[-2] >= wanted:
+            end = self._ends.pop()
+            self._unback(self._ends[-1], end, self._layers)
 
     def _clear(self, start: int, end: int) -> None:
         for layer in range(self._layers):
