@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -53,10 +52,7 @@ def compiled_for(rows: int, name: str, *, updates: bool = False, **sizes: int) -
     return compiled(name, ROWS=most, RANKS=INSIDE_RANK if updates else 0, **sizes)
 
 
-def build_for_rows(name: str, sizes: Callable[[int], Mapping[str, int]], *, updates: bool = False) -> None:
-    """Compile all kernels that `compiled_for` returns for a source; raise the errors of `compiled`.
-
-    `sizes` returns the values of a source's other macros for a number of rows.
-    """
+def build_for_rows(name: str, *, updates: bool = False, **sizes: int) -> None:
+    """Compile all kernels that `compiled_for` returns for a source; raise the errors of `compiled`."""
     with ThreadPoolExecutor(len(_ROWS)) as pool:
-        list(pool.map(lambda rows: compiled_for(rows, name, updates=updates, **sizes(rows)), _ROWS))
+        list(pool.map(lambda rows: compiled_for(rows, name, updates=updates, **sizes), _ROWS))

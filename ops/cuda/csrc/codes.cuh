@@ -18,7 +18,6 @@ enum Codes { kDense = 0, kE4m3 = 1, kInt8 = 2, kInt4 = 3 };
 constexpr int kCodes = CODES;
 constexpr bool kCoded = kCodes != kDense;
 constexpr int kAcross = kCodes == kDense ? 1 : kCodes == kInt4 ? 4 : 2;  // lines of inputs to a line of weights
-constexpr int kCodedLines = kAcross == 4 || RESIDENT > 1 ? 1 : 2;  // of a chunk
 constexpr int kLineUnits = kCoded ? 128 : kLine;  // of a map of weights: bytes, or elements
 constexpr int kGroup = GROUP;
 constexpr int kGroupSteps = kGroup > 0 ? kGroup / 16 : 1;  // products of 16 inputs

@@ -18,7 +18,7 @@ namespace {
 constexpr int kHead = 128;          // features of a head
 constexpr int kBytes = 190 * 1024;  // as much as 64 rows leave room for
 
-using S = Shape<2, kHead / kBlock, kCoded ? kCodedLines : 1, RANKS, kBytes>;  // clusters of four blocks took longer
+using S = Shape<2, kHead / kBlock, kCoded ? 4 / kAcross : 1, RANKS, kBytes>;  // clusters of four blocks took longer
 
 constexpr int kItems = S::kOwn * (kHead / 16);                      // of eight dimensions of a row and their partners
 constexpr int kTurns = (kItems + kMultipliers - 1) / kMultipliers;  // items of a thread
@@ -203,7 +203,7 @@ __device__ void multiply(const Arguments& with, Chunks<S> ring, const Exchange<S
   exchange.end(round);
 }
 
-__global__ void __launch_bounds__(kThreads, kResident) even_heads(const __grid_constant__ Arguments with) {
+__global__ void __launch_bounds__(kThreads, 1) even_heads(const __grid_constant__ Arguments with) {
   extern __shared__ __align__(1024) uint8_t slots[];
   __shared__ uint64_t filled[S::kSlots], emptied[S::kSlots], arrived, taken, high_filled, high_emptied;
   __shared__ float factors[kRows];
@@ -276,7 +276,7 @@ void run_even_heads(TensorView x, TensorView weight, TensorView scales, TensorVi
   require(positions.size(0) >= with.rows && slots_of.size(0) >= with.rows, "too few positions");
   require(!scaled || squares_in.numel() == with.size_in / 64 * with.rows, "squares of another shape");
   ClusterLaunch<even_heads, S::kSplits> launch(x, kThreads, S::kDynamicBytes);
-  launch.run(with, few_clusters(with.tiles, launch.most / kCrowd), pdl);
+  launch.run(with, few_clusters(with.tiles, launch.most), pdl);
 }
 
 }  // namespace

@@ -31,7 +31,7 @@ struct Arguments : Inputs {
 
 // Two blocks: inputs, and A, are fetched for twice the weights, where there are tiles enough for all multiprocessors.
 template <int kSplits, bool kGatedOf, int kBlocks = 1>
-struct LinearShape : Shape<kSplits, kBlocks, kCoded ? kCodedLines : 2 / kBlocks, (kGatedOf ? 2 : 1) * RANKS, kBytes[kBlocks - 1]> {
+struct LinearShape : Shape<kSplits, kBlocks, kCoded ? 4 / kAcross : 2 / kBlocks, (kGatedOf ? 2 : 1) * RANKS, kBytes[kBlocks - 1]> {
   static constexpr bool kGated = kGatedOf;
   static constexpr int kWide = kBlocks * (kGated ? 32 : 64);  // features of a tile
   static constexpr int kItems = LinearShape::kOwn * (kWide / 8);  // of eight features of a row
@@ -290,7 +290,7 @@ __device__ void multiply(const Arguments& with, Chunks<S> ring, const Exchange<S
 }
 
 template <class S>
-__global__ void __launch_bounds__(kThreads, kCoded ? kResident : 3 - S::kBlocks) even_linear(const __grid_constant__ Arguments with) {
+__global__ void __launch_bounds__(kThreads, kCoded ? 1 : 3 - S::kBlocks) even_linear(const __grid_constant__ Arguments with) {
   extern __shared__ __align__(1024) uint8_t slots[];
   __shared__ uint64_t filled[S::kSlots], emptied[S::kSlots], arrived, taken, high_filled, high_emptied;
   __shared__ float factors[kRows];
@@ -342,7 +342,7 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, cons
   const int64_t lines = weight.size(0), most_lines = with.tiles * S::kWide + (S::kGated ? with.size_out : 0);
   with.scales = scales_of(scales, zeros, lines, with.chunks, S::kGroups, most_lines);
   ClusterLaunch<even_linear<S>, S::kSplits> launch(x, kThreads, S::kDynamicBytes);
-  const int clusters = S::kSplits == 1 ? min(with.tiles, launch.most / kCrowd) : few_clusters(with.tiles, launch.most / kCrowd);
+  const int clusters = S::kSplits == 1 ? min(with.tiles, launch.most) : few_clusters(with.tiles, launch.most);
   require(planes.numel() >= static_cast<int64_t>(clusters) * S::kTeamBlocks * kTeams * kBlock * kRows, "the partial sums are too small");
   require(counters.numel() >= with.tiles, "the counters are too few");
   launch.run(with, clusters, pdl);

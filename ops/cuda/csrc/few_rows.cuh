@@ -23,8 +23,6 @@
 #define CODES 0
 #define GROUP 0
 #define ZEROS 0
-#define RESIDENT 1
-#define TEAMS 1
 #endif
 
 namespace {
@@ -34,13 +32,11 @@ constexpr int kBlock = 64;                  // lines of weights that wgmma multi
 constexpr int kBlockBytes = kBlock * 128;
 constexpr int kSums = kRows / 2;            // of a thread and such lines
 constexpr int kTeam = 128;                  // threads of a warpgroup
-constexpr int kTeams = TEAMS;               // warpgroups that multiply: one converts codes while another's are multiplied
+constexpr int kTeams = CODES ? 2 : 1;       // warpgroups that multiply: one converts codes while another's are multiplied
 constexpr int kMultipliers = kTeam * kTeams;
 constexpr int kScalers = 64;                // threads that find factors of a norm
 constexpr int kThreads = kMultipliers + 32 + kScalers;
-constexpr int kResident = RESIDENT;         // blocks that a multiprocessor has room for
-constexpr int kCrowd = TEAMS > 1 ? RESIDENT : 1;  // of these, all but one are left to the next kernel, which fills its ring early
-constexpr int kSharedBytes = (227 / kResident - 2) * 1024;  // of a block, but for barriers, factors of a norm, and 1 KB of the system
+constexpr int kSharedBytes = 225 * 1024;    // of a block, but for barriers, factors of a norm, and 1 KB of the system
 constexpr uint64_t kReadOnce = 0x12F0000000000000;   // L2 policies: evict first
 constexpr uint64_t kReadOften = 0x14F0000000000000;  // evict last
 

@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
     warps: int
 
 
-TILINGS: Final = {4: Tiling(128, 4, 4), 8: Tiling(256, 4, 8)}
+TILINGS: Final = {4: Tiling(64, 4, 2), 8: Tiling(128, 8, 4)}
 """Division of the work by the bits of a code."""
 _SIGNS, _ABOVE = -0x7FFF8000, 0x4B000000
 """Bits of two signs, 16 apart, and 2^23 in float32. The kernel takes them as arguments: of two constants in one

@@ -38,8 +38,6 @@ _CHUNK = 256
 """Inputs to whose multiple groups are padded."""
 _TILE = 128
 _GROUPS = (32, 64, 128)
-SHARES: Final = {16: (1, 2), 32: (1, 2), 64: (1, 2)}
-"""By the most rows: blocks that a multiprocessor has room for, and warpgroups of each that multiply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +49,10 @@ class Kind:
     """Inputs that share a scale; 0 where an output has one."""
     zeros: bool = False
 
-    def macros(self, rows: int) -> dict[str, int]:
-        """Return the values of the macros of csrc/codes.cuh and csrc/few_rows.cuh for products of `rows` rows."""
-        resident, teams = next(shares for most, shares in SHARES.items() if rows <= most)
-        return {
-            "CODES": self.codes,
-            "GROUP": self.group,
-            "ZEROS": int(self.zeros),
-            "RESIDENT": resident,
-            "TEAMS": teams,
-        }
+    @property
+    def macros(self) -> dict[str, int]:
+        """Values of the macros of csrc/codes.cuh."""
+        return {"CODES": self.codes, "GROUP": self.group, "ZEROS": int(self.zeros)}
 
     @property
     def bits(self) -> int:

@@ -53,7 +53,7 @@ class EvenHeads:
         normed, heads = to.q_norm_D is not None, weight_OI.shape[0] // _HEAD
         held, sizes = (weight_OI, weight_OI, weight_OI), dict[str, int]()
         if isinstance(weight_OI, Codes):
-            held, sizes = (weight_OI.codes_OB, weight_OI.scales, weight_OI.zeros), weight_OI.kind.macros(len(x_NI))
+            held, sizes = (weight_OI.codes_OB, weight_OI.scales, weight_OI.zeros), weight_OI.kind.macros
         if q_NX is None:
             q_NX = x_NI.new_empty(len(x_NI), (heads - 2 * to.kv_layer.shape[3]) * _HEAD)
         compiled_for(len(x_NI), "even_heads", updates=updates is not None, **sizes).run(

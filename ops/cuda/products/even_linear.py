@@ -100,7 +100,7 @@ class EvenLinear:
     ) -> None:
         (size_out, size_in), rows, tuning = weight.shape, len(x_NI), self._scratch.arch.tuning
         if isinstance(weight, Codes):
-            held, sizes = (weight.codes_OB, weight.scales, weight.zeros), weight.kind.macros(rows)
+            held, sizes = (weight.codes_OB, weight.scales, weight.zeros), weight.kind.macros
             splits, wide = tuning.coded_splits_of(size_out, size_in, rows, gated=kind == _GATED)
         else:
             held, sizes = (weight, weight, weight), {}

@@ -120,21 +120,17 @@ class _FewRowsOfSource(_Compiled):
 
     def builds(self, *, updates: bool) -> Sequence[Callable[[], object]]:
         """Return the function that compiles the source for each of its numbers of rows."""
-        return (partial(_build_for_rows, self.source, updates, _no_macros if self.kind is None else self.kind.macros),)
+        return (partial(_build_for_rows, self.source, updates, {} if self.kind is None else self.kind.macros),)
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work."""
         return up_to(_SOURCE_ROWS, arch.tuning.even_rows if self.kind is None else arch.tuning.coded_rows)
 
 
-def _build_for_rows(source: str, updates: bool, macros: Callable[[int], Mapping[str, int]]) -> None:
+def _build_for_rows(source: str, updates: bool, macros: Mapping[str, int]) -> None:
     from headrace.ops.cuda.compiling.source import build_for_rows
 
-    build_for_rows(source, macros, updates=updates)
-
-
-def _no_macros(rows: int) -> dict[str, int]:
-    return {}
+    build_for_rows(source, updates=updates, **macros)
 
 
 def _build_tile_linear() -> None:
