@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
 from typing import Annotated
 
 import anyio
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 
 from headrace.engine import HeadraceError, SamplingParams
+from headrace.engine.version import headrace_version
 from headrace.server.commands.arguments import (
     ContextOption,
     DeviceOption,
@@ -47,7 +47,7 @@ _INTERRUPTED = 130  # the exit code that typer makes of KeyboardInterrupt
 
 def _tell_version(wanted: bool) -> None:
     if wanted:
-        print(f"headrace {version('headrace')}")
+        print(f"headrace {headrace_version()}")
         raise typer.Exit
 
 

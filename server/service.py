@@ -6,11 +6,11 @@ import hashlib
 import logging
 import re
 import time
-from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 from headrace.engine import Engine, HeadraceError, InvalidParams
 from headrace.engine.tools import Detected, ReasoningMode, detect, parser_class, reasoning_mode
+from headrace.engine.version import headrace_version
 from headrace.server.errors import ApiError
 from headrace.server.http.pacing import Pacer
 from headrace.server.limits import Limits
@@ -18,7 +18,7 @@ from headrace.server.observability.telemetry import Telemetry
 from headrace.server.settings import ServerSettings
 from headrace.server.stored import ResponseStore
 
-__all__ = ["Running", "Service", "Socket", "headrace_version"]
+__all__ = ["Running", "Service", "Socket"]
 
 logger = logging.getLogger("headrace.server")
 
@@ -213,11 +213,3 @@ class Service:
 
 def _shown(name: str) -> str:
     return repr(name if len(name) <= 80 else name[:77] + "...")
-
-
-def headrace_version() -> str:
-    """Return the installed version of headrace, "unknown" where it is run from its folders."""
-    try:
-        return version("headrace")
-    except PackageNotFoundError:
-        return "unknown"

@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from headrace.engine.version import headrace_version
+
 __all__ = ["conditions", "percentile", "save", "show", "spread", "table"]
 
 _FILE_WIDTH = 160
@@ -22,7 +24,7 @@ _FILE_WIDTH = 160
 def conditions(**more: object) -> dict[str, object]:
     """Return versions and machine, to be kept with every figure, and `more`."""
     return {
-        "headrace": version("headrace"),
+        "headrace": headrace_version(),
         "torch": version("torch"),
         "transformers": version("transformers"),
         "python": platform.python_version(),

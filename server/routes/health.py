@@ -5,7 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from headrace.server.service import Service, headrace_version
+from headrace.engine.version import headrace_version
+from headrace.server.service import Service
 
 __all__ = ["live", "ready", "show_version"]
 
