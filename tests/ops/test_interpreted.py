@@ -16,7 +16,7 @@ import torch
 from stored_codes import FORMATS, random_weight
 
 from headrace.ops import reference
-from headrace.ops.cuda.products.coded_vector import Tiling, coded_vector_linear
+from headrace.ops.cuda.products.coded_vector import VectorTiling, coded_vector_linear
 from headrace.ops.cuda.products.codes import E4M3, codes_of, in_codes
 from headrace.ops.cuda.products.scaled import to_codes
 from headrace.ops.cuda.products.unpacked import unpack
@@ -29,7 +29,7 @@ def check_vector(codes, dense, rows, gated, block):
     truth = x.double() @ dense.T
     truth = reference.silu_mul(truth) if gated else truth
     out = torch.full(truth.shape, torch.nan)
-    coded_vector_linear(x, codes, out, gated=gated, how=block and Tiling(block, 4, 4))
+    coded_vector_linear(x, codes, out, gated=gated, how=block and VectorTiling(block, 4, 4))
     worst = (out - truth).abs().amax(1) / truth.abs().amax(1)
     assert worst.max() < 2e-6, (codes.kind.name, rows, gated, block, worst)
 

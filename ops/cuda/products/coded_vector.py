@@ -20,12 +20,12 @@ from headrace.ops.cuda.products.codes import E4M3, Codes
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_ROWS", "TILINGS", "Tiling", "coded_vector_linear"]
+__all__ = ["MAX_ROWS", "TILINGS", "VectorTiling", "coded_vector_linear"]
 
 MAX_ROWS = 8
 
 
-class Tiling(NamedTuple):
+class VectorTiling(NamedTuple):
     """The work of a program; sizes are powers of two."""
 
     block: int
@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
     warps: int
 
 
-TILINGS: Final = {4: Tiling(64, 4, 2), 8: Tiling(128, 8, 4)}
+TILINGS: Final = {4: VectorTiling(64, 4, 2), 8: VectorTiling(128, 8, 4)}
 """Division of the work by the bits of a code."""
 _SIGNS, _ABOVE = -0x7FFF8000, 0x4B000000
 """Bits of two signs, 16 apart, and 2^23 in float32. The kernel takes them as arguments: of two constants in one
@@ -192,7 +192,7 @@ def coded_vector_linear(
     *,
     gated: bool = False,
     pdl: bool = False,
-    how: Tiling | None = None,
+    how: VectorTiling | None = None,
 ) -> None:
     """Compute `out = x W^T` for at most `MAX_ROWS` rows, accumulated in float32.
 
