@@ -7,7 +7,7 @@ in registers, some more rows do so in passes, and many multiply by a dense copy,
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -26,16 +26,24 @@ _VECTOR_ROWS = 8
 """Most rows of coded_vector.py, whatever a tuning says."""
 
 
-class CodedVectorProducts(KernelOfProducts):
-    """Products of one row without tensor cores (coded_vector.py), with the activation after."""
+class _CodedProducts(KernelOfProducts):
+    """What kernels for codes alone have in common."""
 
-    fuses = frozenset(("plain", "logits", "gated"))
-    early = frozenset(("weights",))
+    way: ClassVar[str]
+    """Name of the kernel without that of the codes."""
 
     def __init__(self, kind: Kind) -> None:
         """Multiply by codes of `kind`."""
         self.kind = kind
-        self.name = f"vector, {kind.name}"
+        self.name = f"{self.way}, {kind.name}"
+
+
+class CodedVectorProducts(_CodedProducts):
+    """Products of one row without tensor cores (coded_vector.py), with the activation after."""
+
+    way = "vector"
+    fuses = frozenset(("plain", "logits", "gated"))
+    early = frozenset(("weights",))
 
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
         if weight.dtype != torch.bfloat16:
@@ -71,16 +79,12 @@ class PassesProducts(EvenProducts):
         return PassesRun(room, self)
 
 
-class UnpackedProducts(KernelOfProducts):
+class UnpackedProducts(_CodedProducts):
     """Products of any number of rows with a dense copy of the weight, made slice by slice (unpacked.py)."""
 
+    way = "unpacked"
     fuses = frozenset(("plain", "logits"))
     overlaps = False
-
-    def __init__(self, kind: Kind) -> None:
-        """Multiply by codes of `kind`."""
-        self.kind = kind
-        self.name = f"unpacked, {kind.name}"
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return any number of rows: what no other kernel takes is left to this one."""
@@ -93,16 +97,12 @@ class UnpackedProducts(KernelOfProducts):
         return UnpackedRun(room, self)
 
 
-class ScaledProducts(KernelOfProducts):
+class ScaledProducts(_CodedProducts):
     """Products of 8-bit floats by 8-bit floats for many rows; activations are quantised row by row (scaled.py)."""
 
+    way = "scaled"
     fuses = frozenset(("plain",))
     overlaps = False
-
-    def __init__(self, kind: Kind) -> None:
-        """Multiply by codes of `kind`."""
-        self.kind = kind
-        self.name = f"scaled, {kind.name}"
 
     def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
         """Return what the kernel misses: products of 8-bit floats."""
