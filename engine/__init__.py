@@ -37,7 +37,7 @@ from headrace.engine.offline import LLM
 from headrace.engine.params import SamplingParams
 from headrace.engine.response_format import ResponseFormat
 from headrace.engine.scheduling.memory.page_log import PageRemoved, PageStored
-from headrace.engine.stats import EngineInfo, EngineStats
+from headrace.engine.stats import EngineInfo, EngineStats, ModelPart, WeightPart
 from headrace.engine.stream import TokenStream
 
 __all__ = [
@@ -70,6 +70,7 @@ __all__ = [
     "LoadFailed",
     "Logprob",
     "Message",
+    "ModelPart",
     "ModelRejected",
     "NoTokenLeft",
     "NonFiniteLogits",
@@ -92,6 +93,7 @@ __all__ = [
     "TokenizerInfo",
     "UnknownAdapter",
     "Usage",
+    "WeightPart",
 ]
 
 for constructor in (Engine.__init__, LLM.__init__):

@@ -72,6 +72,7 @@ class EngineConfig(Checked, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     load_format: Literal["auto", "random"] = "auto"
     quantize: Literal["fp8", "int8", "int4"] | None = None
+    quantize_head: bool = False
     allow_download: bool = False
     generation_defaults: Literal["model", "none"] = "model"
     kv_memory: Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)] | None = None
@@ -116,6 +117,18 @@ class EngineConfig(Checked, frozen=True):
                 field="max_batched_tokens",
                 value=self.max_batched_tokens,
                 limit={"ge": self.max_rows},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _head_follows_layers(self) -> EngineConfig:
+        if self.quantize_head and self.quantize is None:
+            raise InvalidParams(
+                'quantize_head: needs quantize="fp8", "int8" or "int4", and quantize is None; a quantised checkpoint '
+                "says itself how its head is stored",
+                field="quantize_head",
+                value=True,
+                limit=False,
             )
         return self
 

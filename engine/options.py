@@ -59,6 +59,10 @@ class EngineOptions(VllmNames, total=False):
     """Quantise the matrices of the layers while they are loaded, one after the other: `fp8` and `int8` with a scale for
     each output, `int4` in groups of 128. Embeddings, norms and the output head stay as they are; a checkpoint that is
     quantised already is refused. Default: None."""
+    quantize_head: bool
+    """Quantise the output head, too, as `quantize` says. A head that is tied to the embedding becomes a matrix of its
+    own beside the embedding, which stays as it is. A GPU unpacks a quantised head slice by slice in steps of
+    more than a few rows, which spares memory and costs time. Default: False."""
     allow_download: bool
     """Fetch a hub id that is not on this machine from the hub. Default: False."""
     generation_defaults: Literal["model", "none"]

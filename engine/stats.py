@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Literal, Self, TypeAlias
 
 from headrace.engine.scheduling.plan import Capacity
 
-__all__ = ["EngineInfo", "EngineStats"]
+__all__ = ["EngineInfo", "EngineStats", "ModelPart", "WeightPart"]
+
+ModelPart: TypeAlias = Literal["embedding", "attention", "feed-forward", "head", "other"]
+"""Part of a model; `other` are norms and biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """The weights of one part of a model that lie in one format on the device."""
+
+    part: ModelPart
+    format: str
+    """Name of the format, such as `bfloat16`, `fp8` or `int4-g128-zeros`; a part with several has an element for each.
+    A CPU's kernels may keep a matrix twice: in 4 bits for a few rows and dense for more."""
+    nbytes: int
+    """Bytes on the device, scales included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +50,13 @@ class EngineInfo:
     """Elements of a vector of `embed`; 0 if the model does not embed."""
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values that the model's files recommend for `SamplingParams` that leave them out."""
+    weights: tuple[WeightPart, ...] = ()
+    """Formats of the weights and their bytes, part by part; a head that shares the embedding's memory has none."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on the device."""
+        return sum(each.nbytes for each in self.weights)
 
     @classmethod
     def of(
@@ -47,6 +69,7 @@ class EngineInfo:
         device: str,
         page_bytes: int,
         embedding_size: int = 0,
+        weights: tuple[WeightPart, ...] = (),
     ) -> Self:
         """Describe a model on a device with the limits of `capacity`."""
         return cls(
@@ -62,6 +85,7 @@ class EngineInfo:
             max_rows=capacity.max_rows,
             max_batched_tokens=capacity.max_batched_tokens,
             embedding_size=embedding_size,
+            weights=weights,
         )
 
 

@@ -174,7 +174,7 @@ class ScriptedEngine(Engine):
         self._runner = self._make_runner()
         capacity = self._capacity or self._runner.capacity
         names = {"model": "scripted", "architecture": "scripted", "dtype": "none", "device": "none"}
-        info = EngineInfo.of(capacity, **names, page_bytes=capacity.page_size, embedding_size=VECTOR)
+        info = EngineInfo.of(capacity, **names, page_bytes=capacity.page_size, embedding_size=VECTOR, weights=())
         embedding = Embedding(VECTOR, ("last", "mean"), "last", normalize=True)
         adapters = self._runner.bank.device(self.config)
         is_scripted = any(each is not None for each in self._script)

@@ -39,6 +39,8 @@ def quantise(weight: Stored, method: Method) -> Stored:
     values_OI, format = weight.parts["values"], format_for(method, weight.shape[-1])
     if format is None:
         return weight
+    if values_OI.is_meta:  # has a format and a shape alone
+        return Stored.allocate(format, weight.shape, lambda shape, dtype: values_OI.new_empty(shape, dtype=dtype))
     if isinstance(format, Fp8):
         return _fp8(values_OI, format)
     return _int8(values_OI, format) if format.bits == _BITS else _int4(values_OI, format)

@@ -124,7 +124,7 @@ def cost_of(spec: DecoderSpec, *, weight_bytes: int, kv_size: float) -> Cost:
     )
 
 
-def model_cost(path: str, info: EngineInfo, quantize: Method | None = None) -> Cost:
+def model_cost(path: str, info: EngineInfo, quantize: Method | None = None, *, quantize_head: bool = False) -> Cost:
     """Return the cost of the model at `path` as the engine opened it, quantised or as it is stored.
 
     Raises:
@@ -132,11 +132,18 @@ def model_cost(path: str, info: EngineInfo, quantize: Method | None = None) -> C
     """
     spec = spec_of(path)
     positions = spec.num_layers * spec.uniform_attention.state.elements
-    weight_bytes = stored_bytes(path, spec, getattr(torch, info.dtype), quantize)
+    weight_bytes = stored_bytes(path, spec, getattr(torch, info.dtype), quantize, quantize_head=quantize_head)
     return cost_of(spec, weight_bytes=weight_bytes, kv_size=info.page_bytes / info.page_size / positions)
 
 
-def stored_bytes(path: str | None, spec: DecoderSpec, dtype: torch.dtype, quantize: Method | None = None) -> int:
+def stored_bytes(
+    path: str | None,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    quantize: Method | None = None,
+    *,
+    quantize_head: bool = False,
+) -> int:
     """Return the bytes of all weights that a decode step reads, each part of each as it is stored.
 
     Args:
@@ -144,6 +151,7 @@ def stored_bytes(path: str | None, spec: DecoderSpec, dtype: torch.dtype, quanti
         spec: The model's shape.
         dtype: The dtype of weights that the checkpoint holds as plain numbers; others count as in the files.
         quantize: Way in which plain matrices of the layers are quantised.
+        quantize_head: Whether the output head is quantised so, too.
 
     Raises:
         ModelRejected: The files are gone, or not those of the model.
@@ -157,7 +165,8 @@ def stored_bytes(path: str | None, spec: DecoderSpec, dtype: torch.dtype, quanti
             if len(shape) == 1 or (part.role == "embedding.weight" and not spec.tied_head):
                 continue
             if found is None or found.is_plain(part):
-                format = None if quantize is None or part.layer is None else format_for(quantize, shape[-1])
+                is_dense = quantize is None or (part.layer is None and not quantize_head)
+                format = None if quantize is None or is_dense else format_for(quantize, shape[-1])
                 total += sum(each.nbytes for each in (format or Dense(dtype)).parts(shape).values())
             else:
                 total += found.of(part).nbytes(found.files)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from anyio import to_thread
 
-from headrace.engine import Engine, HeadraceError, InvalidParams
+from headrace.engine import Engine, EngineConfig, HeadraceError, InvalidParams
 from headrace.engine.bench.floor import Cost, Speed, measure, model_cost
 from headrace.engine.bench.report import conditions
 from headrace.engine.bench.shapes import located
@@ -156,7 +156,8 @@ async def opened(
                 raise BenchmarkFailed(
                     f"the engine runs on {engine.info.device}, the floor is of {device}: use --device"
                 )
-            cost = model_cost(path, engine.info, options.get("quantize"))
+            config = EngineConfig(model=path, **options)
+            cost = model_cost(path, engine.info, config.quantize, quantize_head=config.quantize_head)
             yield Subject(engine, path, cost, speed, random)
 
 

@@ -150,6 +150,7 @@ def _info(device: Device, model: str, architecture: str, embedding: Embedding | 
         device=device.name,
         page_bytes=device.page_bytes,
         embedding_size=0 if embedding is None else embedding.size,
+        weights=device.weights,
     )
 
 

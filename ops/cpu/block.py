@@ -95,7 +95,7 @@ class CpuOps:
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
-        self.dtype, self.window, self._products = dtype, window, products
+        self.dtype, self.window, self.products = dtype, window, products
         self.scale = head_dim**-0.5 if scale is None else scale
         self._weigh = weigh
         self._group = heads // kv_heads
@@ -220,11 +220,11 @@ class CpuOps:
 
     def pack(self, weight: Stored, bias_O: Tensor | None) -> CpuLinear:
         """Pack a weight and its bias for `product`."""
-        return pack_product(weight, bias_O, dtype=self.dtype, products=self._products)
+        return pack_product(weight, bias_O, dtype=self.dtype, products=self.products)
 
     def pack_head(self, weight_VE: Stored) -> CpuLinear:
         """Pack the output head's weight for `logits`."""
-        return CpuHead(weight_VE, dtype=self.dtype, products=self._products)
+        return CpuHead(weight_VE, dtype=self.dtype, products=self.products)
 
     def logits(self, x_SE: Tensor, head: CpuLinear) -> Tensor:
         """Return the output head's product, in float32."""

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.ops.cpu.products import PRODUCTS, pack_product
+from headrace.ops.cpu.linear import KeptWeight
+from headrace.ops.cpu.products import PRODUCTS, kept_by, pack_product
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +43,14 @@ class CpuHead:
         """
         self._product = pack_product(weight_VE, None, dtype=dtype, products=products)
         self._weight_VE = weight_VE if dtype is torch.bfloat16 else None
+
+    @staticmethod
+    def kept(weight_VE: Stored, *, dtype: torch.dtype, products: Sequence[CpuKernel] = PRODUCTS) -> list[KeptWeight]:
+        """Return what a head keeps of a weight, which may lie on the meta device; the arguments are those of a head."""
+        kept = kept_by(weight_VE, dtype, products)
+        if dtype is not torch.bfloat16 or any(each.is_shared for each in kept):
+            return kept
+        return [*kept, KeptWeight(weight_VE.format.name, weight_VE.nbytes, is_shared=True)]
 
     def __call__(self, x_SE: Tensor) -> Tensor:
         """Return float32 logits [S, V] of `x_SE`, which has the head's dtype."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from gguf import GGMLQuantizationType as Kind
 from torch.nn import functional
 
-from headrace.ops.formats import Int4Groups, row_blocks
+from headrace.ops.formats import Dense, Int4Groups, row_blocks
 from headrace.ops.gguf_formats import GgufBlocks, as_int4_groups
 from headrace.ops.sizes import padded_size
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from headrace.ops.formats import Stored
 
-__all__ = ["ANY_ROWS", "CpuLinear", "Int4Kernel", "OneDnnKernel", "TorchKernel", "not_a_matrix"]
+__all__ = ["ANY_ROWS", "CpuLinear", "Int4Kernel", "KeptWeight", "OneDnnKernel", "TorchKernel", "not_a_matrix"]
 
 ANY_ROWS = range(1, sys.maxsize)
 """Numbers of rows where a kernel pays that pays for all of them."""
@@ -33,6 +33,8 @@ _INT4_OUT_MULTIPLE = 16
 _INT4_GROUPS = (32, 64, 128, 256)
 _INT4_ZERO = 8
 _BLOCK_OUTS = 64  # outputs in one block of the packed 4-bit layout; blocks lie one after the other
+_ONEDNN_BLOCK = 64  # outputs and inputs that its layouts pad to, at most
+_ONEDNN_FEW = 4096  # outputs of a weight that is packed to see how it is padded, at most
 _STEPS = 4  # of numbers of tokens between powers of two: at most a fifth of the tokens is padding
 
 
@@ -40,6 +42,16 @@ class CpuLinear(Protocol):
     """A linear layer ready to multiply: takes `x_NI`, returns `y_NO`, both in the dtype it was packed for."""
 
     def __call__(self, x_NI: Tensor, /) -> Tensor: ...
+
+
+class KeptWeight(NamedTuple):
+    """What a kernel keeps of a weight, or of a piece of one, once it is packed."""
+
+    format: str
+    """Name of the format of the packed numbers."""
+    nbytes: int
+    is_shared: bool = False
+    """Whether it is the memory of the weight that was packed, not a copy."""
 
 
 class OneDnnKernel:
@@ -65,6 +77,10 @@ class OneDnnKernel:
         """Copy the dense weight into oneDNN's layout."""
         return _OneDnn(weight.dense(dtype), bias_O)
 
+    def kept(self, weight: Stored, dtype: torch.dtype) -> list[KeptWeight]:
+        """Return the bytes of oneDNN's layout, which may be padded."""
+        return [KeptWeight(Dense(dtype).name, _padded_bytes(*weight.shape, dtype))]
+
 
 class TorchKernel:
     """Torch's own product with the dense weight, for machines on which oneDNN cannot pack it."""
@@ -82,6 +98,12 @@ class TorchKernel:
     def pack(self, weight: Stored, bias_O: Tensor | None, dtype: torch.dtype) -> CpuLinear:
         """Keep the dense weight."""
         return _Torch(weight.dense(dtype), bias_O)
+
+    def kept(self, weight: Stored, dtype: torch.dtype) -> list[KeptWeight]:
+        """Return the bytes of the dense weight, which is not copied if it has the dtype already."""
+        dense = Dense(dtype)
+        nbytes = sum(part.nbytes for part in dense.parts(weight.shape).values())
+        return [KeptWeight(dense.name, nbytes, is_shared=weight.format == dense)]
 
 
 class Int4Kernel:
@@ -114,6 +136,12 @@ class Int4Kernel:
     def pack(self, weight: Stored, bias_O: Tensor | None, _dtype: torch.dtype) -> CpuLinear:
         """Copy values, scales and minima into the layout of torch's product."""
         return _Int4(as_int4_groups(weight), bias_O)
+
+    def kept(self, weight: Stored, _dtype: torch.dtype) -> list[KeptWeight]:
+        """Return the bytes of the values in half a byte each, and of two 16-bit numbers for each group."""
+        (outs, ins), group = weight.shape, _group_of(weight)
+        assert group is not None
+        return [KeptWeight(f"int4-g{group}", outs * ins // 2 + 4 * (outs * ins // group))]
 
 
 def _group_of(weight: Stored) -> int | None:
@@ -152,6 +180,22 @@ def _packs_blocks() -> bool:
     numbers = torch.arange(2 * _BLOCK_OUTS * 32)
     values_OI = (numbers * 2654435761 >> 16).bitwise_and_(15).to(torch.uint8).view(-1, 32)
     return torch.equal(_pack_blocks(values_OI), _pack_by_torch(values_OI))
+
+
+@cache
+def _padded_bytes(outs: int, ins: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a weight in oneDNN's layout, which pads sizes that are no multiples of its blocks.
+
+    What a large weight takes follows from two small ones, since its bytes grow evenly from block to block.
+    """
+    if outs % _ONEDNN_BLOCK == 0 and ins % _ONEDNN_BLOCK == 0:
+        return outs * ins * dtype.itemsize
+    if outs > _ONEDNN_FEW:
+        few = _ONEDNN_FEW // 2 + outs % _ONEDNN_BLOCK
+        least, more = (_padded_bytes(few + added, ins, dtype) for added in (0, _ONEDNN_BLOCK))
+        return least + (outs - few) // _ONEDNN_BLOCK * (more - least)
+    packed = torch.ops.mkldnn._reorder_linear_weight(torch.empty(outs, ins, dtype=dtype), None)
+    return int(torch.ops.mkldnn._nbytes(packed))
 
 
 class _Torch:

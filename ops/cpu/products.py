@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from headrace.ops.cpu.linear import CpuLinear
+    from headrace.ops.cpu.linear import CpuLinear, KeptWeight
     from headrace.ops.formats import Stored
 
-__all__ = ["PRODUCTS", "CpuKernel", "KernelChoice", "explain", "pack_product"]
+__all__ = ["PRODUCTS", "CpuKernel", "KernelChoice", "explain", "kept_by", "pack_product"]
 
 
 class CpuKernel(Protocol):
@@ -48,6 +48,10 @@ class CpuKernel(Protocol):
 
         It keeps copies of its own or the parts themselves; the caller may drop `weight`.
         """
+        ...
+
+    def kept(self, weight: Stored, dtype: torch.dtype) -> Sequence[KeptWeight]:
+        """Return what `pack` keeps of a weight, piece by piece; `weight` may lie on the meta device."""
         ...
 
 
@@ -85,6 +89,16 @@ def explain(weight: Stored, dtype: torch.dtype, products: Sequence[CpuKernel] = 
     """
     kernels = tuple((rows, kernel.name) for rows, kernel in _chosen(weight, dtype, products))
     return KernelChoice(kernels, _refusals(weight, dtype, products))
+
+
+def kept_by(weight: Stored, dtype: torch.dtype, products: Sequence[CpuKernel] = PRODUCTS) -> list[KeptWeight]:
+    """Return what `pack_product` keeps of a weight, which may lie on the meta device: for each kernel its packing.
+
+    Raises:
+        ValueError: No kernel of `products` multiplies by this weight for some number of rows.
+    """
+    kernels = dict.fromkeys(kernel for _, kernel in _chosen(weight, dtype, products))
+    return [kept for kernel in kernels for kept in kernel.kept(weight, dtype)]
 
 
 def _refusals(weight: Stored, dtype: torch.dtype, products: Sequence[CpuKernel]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.spec import DecoderSpec
-from headrace.ops.cpu.linear import CpuLinear
+from headrace.ops.cpu.linear import CpuLinear, KeptWeight
 from headrace.ops.cpu.products import PRODUCTS, explain
 from headrace.ops.formats import PartSpec, Stored
 
@@ -81,6 +81,9 @@ class TernaryKernel:
             return y_NO if bias_O is None else y_NO + bias_O
 
         return run
+
+    def kept(self, weight: Stored, dtype: torch.dtype) -> list[KeptWeight]:
+        return [KeptWeight(weight.format.name, weight.shape[0] * (2 * weight.shape[1] + 1) * dtype.itemsize)]
 
 
 def ternary(weight_OI: Tensor) -> dict[str, Tensor]:

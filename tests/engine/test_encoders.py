@@ -88,10 +88,13 @@ def words(seed: int, count: int) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_and_vectors_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    states = [expected_states(make(tmp_path, family, "Model"), ids) for ids in prompts()]
+    model = make(tmp_path, family, "Model")
+    states = [expected_states(model, ids) for ids in prompts()]
+    used = sum(weight.nbytes for name, weight in model.named_parameters() if "pooler" not in name)
 
     async def main() -> None:
         async with Engine(tmp_path, max_rows=3, max_batched_tokens=20) as engine:  # texts of several steps, too
+            assert engine.info.weight_bytes == used and {each.format for each in engine.info.weights} == {"float32"}
             assert engine.info.max_context == (70 if family == "Bert" else 68)
             for kind, pooled in (
                 ("mean", [each.mean(0) for each in states]),

@@ -25,28 +25,38 @@ _HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
 LENGTHS = (1, 3, 17, 40, 64, 90, 5, 33, 21, 8, 2, 70, 11, 26, 50, 9, 4, 31, 6, 12)
 
 
-def _dense_twin(folder: Path, to: Path, method: Method) -> Path:
-    """A checkpoint of the numbers that the quantised matrices of another one stand for."""
+def _dense_twin(folder: Path, to: Path, method: Method, head: bool) -> Path:
+    """A checkpoint of the numbers that the quantised matrices of another one stand for, its own head among them."""
     shutil.copytree(folder, to)
+    if head:
+        config = json.loads((to / "config.json").read_text())
+        (to / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     for file in to.glob("*.safetensors"):
         tensors = load_file(file)
+        if head:
+            tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
         for name, tensor in tensors.items():
-            if name.endswith("proj.weight"):
+            if name.endswith("proj.weight") or (head and name == "lm_head.weight"):
                 tensors[name] = quantise(Stored.from_dense(tensor), method).dense(torch.bfloat16).contiguous()
         save_file(tensors, file, metadata={"format": "pt"})
     return to
 
 
-def check_quantise(zoo: Zoo, device: str, judge_on: str, method: Method, root: Path) -> None:
-    """Assert that tokens are those of the dequantised model: alone, side by side, in chunks, after sleep and resize."""
-    folder = zoo.folder("llama 3")
-    judge = Judge(_dense_twin(folder, root / method, method), judge_on)
+def check_quantise(
+    zoo: Zoo, device: str, judge_on: str, method: Method, root: Path, *, family: str = "llama 3", head: bool = False
+) -> None:
+    """Assert that tokens are those of the dequantised model: alone, side by side, in chunks, after sleep and resize.
+
+    With `head` the output head is quantised, too.
+    """
+    folder = zoo.folder(family)
+    judge = Judge(_dense_twin(folder, root / method, method, head), judge_on)
 
     async def run() -> None:
         options: dict[str, Any] = {"kv_memory": "24MiB", "max_rows": 64, "max_context": 256}
         # With more tokens in a step, 8-bit floats are multiplied by 8-bit floats.
         options["max_batched_tokens"] = 64 if method == "fp8" else 192
-        async with open_engine(folder, device, quantize=method, **options) as engine:
+        async with open_engine(folder, device, quantize=method, quantize_head=head, **options) as engine:
             judge.check(await one_by_one(engine, [draw(length, length) for length in (1, 45, 150)], 12), "alone")
             prompts = [draw(length, length) for length in LENGTHS]
             before = await together(engine, prompts, greedy(10))

@@ -18,6 +18,13 @@ def test_tokens_are_those_of_the_dequantised_model(zoo: Zoo, device: str, method
     check_quantise(zoo, device, device, method, tmp_path)
 
 
+@pytest.mark.parametrize(("method", "family"), [("int8", "llama 3"), ("fp8", "smollm2")])
+def test_a_head_is_quantised_where_it_is_asked_for(
+    zoo: Zoo, device: str, method: Method, family: str, tmp_path: Path
+) -> None:
+    check_quantise(zoo, device, device, method, tmp_path, family=family, head=True)
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_quantised_checkpoint_is_its_plain_model(device: str, name: str, tmp_path: Path) -> None:
     check_checkpoint(name, device, device, tmp_path)

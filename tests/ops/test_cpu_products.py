@@ -10,7 +10,7 @@ import torch
 from stored_weights import random_groups
 from torch import Tensor
 
-from headrace.ops.cpu.linear import CpuLinear, Int4Kernel, OneDnnKernel, TorchKernel
+from headrace.ops.cpu.linear import CpuLinear, Int4Kernel, KeptWeight, OneDnnKernel, TorchKernel
 from headrace.ops.cpu.native import linear
 from headrace.ops.cpu.products import PRODUCTS, explain, pack_product
 from headrace.ops.formats import Dense, Format, Int4Groups, Stored
@@ -33,6 +33,9 @@ class Constant:
     def pack(self, weight: Stored, _bias_O: Tensor | None, dtype: torch.dtype) -> CpuLinear:
         assert self.reason is None
         return lambda x_NI: torch.full((len(x_NI), weight.shape[0]), float(self.name), dtype=dtype)
+
+    def kept(self, _weight: Stored, _dtype: torch.dtype) -> list[KeptWeight]:
+        return []
 
 
 def meta(format: Format, *shape: int) -> Stored:

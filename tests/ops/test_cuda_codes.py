@@ -15,10 +15,14 @@ if not torch.cuda.is_available():
 pytest.importorskip("flashinfer")
 
 from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.hazards import Chain
+from headrace.ops.cuda.products import running
+from headrace.ops.cuda.products.coded import UnpackedProducts
 from headrace.ops.cuda.products.coded_vector import MAX_ROWS, coded_vector_linear
 from headrace.ops.cuda.products.codes import Codes, codes_of, in_codes
 from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.linear import LinearScratch
+from headrace.ops.cuda.products.registry import ProductRoom
 from headrace.ops.cuda.products.scaled import to_codes
 from headrace.ops.cuda.products.unpacked import unpack
 from headrace.ops.formats import Format
@@ -96,6 +100,18 @@ def test_unpacked_numbers_are_exact(format: Format, first: int) -> None:
     out = torch.empty(200, 896, dtype=torch.bfloat16, device=GPU)
     unpack(codes, first, out)
     assert torch.equal(out, dense[first : first + 200].bfloat16())
+
+
+@names
+def test_logits_of_a_head_that_is_unpacked_in_slices(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "SLICE", 128 * 896)
+    codes, dense = held(format, 320, 896)
+    room = ProductRoom(LinearScratch(GPU, Arch.of(GPU)), EPS, True, Chain())
+    run = running.UnpackedRun(room, UnpackedProducts(codes.kind))
+    for rows in (1, 7, 64, 100):
+        x, out = random(rows, 896), torch.empty(rows, 320, dtype=torch.float32, device=GPU)
+        run.run(x, codes, out)
+        assert error(out, x.double() @ dense.T) < 5e-3
 
 
 def test_activations_are_rounded_to_8_bits_by_row() -> None:

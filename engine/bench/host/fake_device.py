@@ -99,5 +99,5 @@ class FakeEngine(Engine):
     def _open(self) -> Opened:
         capacity = self._capacity
         names = {"model": "fake", "architecture": "fake", "dtype": "none", "device": "fake"}
-        info = EngineInfo.of(capacity, **names, page_bytes=0, embedding_size=0)
+        info = EngineInfo.of(capacity, **names, page_bytes=0, embedding_size=0, weights=())
         return Opened(_FakeRunner(*self._pace), ByteTokenizer(), capacity, info)

@@ -24,8 +24,16 @@ _PREFIX = "model."
 class Inventory:
     """How an open checkpoint holds each tensor that a decoder needs."""
 
-    def __init__(self, files: Checkpoint, spec: DecoderSpec, readers: Sequence[Reader] = READERS) -> None:
+    def __init__(
+        self, files: Checkpoint, spec: DecoderSpec, readers: Sequence[Reader] = READERS, *, checks: bool = True
+    ) -> None:
         """Find all tensors of `spec`, each by the first of `readers` that knows it.
+
+        Args:
+            files: The open checkpoint.
+            spec: The shape of the model.
+            readers: Readers of the ways in which a checkpoint may store a weight, in the order in which they are asked.
+            checks: Whether to read the scales of quantised weights and to refuse damaged ones.
 
         Raises:
             ModelRejected: A tensor is missing, left over, of another shape, or quantised in a damaged way.
@@ -52,7 +60,7 @@ class Inventory:
         for fused in all_parameters(spec):
             self._check_kinds(fused)
         for found in self._found.values():
-            if found.check is not None:
+            if checks and found.check is not None:
                 found.check()
 
     def of(self, part: Part) -> Found:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace.engine.errors import InvalidParams
 from headrace.engine.model.checkpoint.inventory import Inventory
+from headrace.engine.model.checkpoint.plan import top_plan
 from headrace.engine.model.checkpoint.readers import Found
 from headrace.engine.model.roles import Fused, Part
 from headrace.engine.model.spec import DecoderSpec
@@ -92,6 +93,7 @@ class FileMaker:
         progress: Progress | None,
         layout: Layout | None = None,
         quantize: Method | None = None,
+        quantize_head: bool = False,
     ) -> None:
         self.inventory = inventory
         self.empty = empty
@@ -101,6 +103,7 @@ class FileMaker:
         self.keep_packed = keep_packed or layout is not None or quantize is not None
         self.layout = layout
         self.quantize = quantize
+        self.quantize_head = quantize_head
         self.progress = progress
         self.staging = _Staging(device)
         self.extremes: list[tuple[str, Tensor]] = []
@@ -109,6 +112,8 @@ class FileMaker:
         self.advancing = threading.Lock()
         self.done_bytes = 0
         self.total_bytes = inventory.nbytes
+        if quantize_head and spec.has_head and spec.tied_head:  # the table of embeddings is read twice
+            self.total_bytes += inventory.of(top_plan(spec)["embedding_VE"].parts[0]).nbytes(inventory.files)
 
     def dense(self, fused: Fused) -> Tensor:
         """Return a parameter as a tensor of its shape, in `dtype`."""
@@ -132,8 +137,8 @@ class FileMaker:
             return self._stored(fused, formats, self.empty)
         return kept(self._stored(fused, formats, self._temporary), self.empty, self.layout, self.quantize)
 
-    def head(self, fused: Fused) -> Stored:
-        """Return the output head, or a table of embeddings: dense where layers get other formats than the file's."""
+    def table(self, fused: Fused) -> Stored:
+        """Return the embeddings or an output head: dense where layers get other formats than the file's."""
         if self.layout is None and self.quantize is None:
             return self.weight(fused)
         return Stored.from_dense(self.dense(fused))
@@ -201,7 +206,9 @@ class FileMaker:
         return found.format if has_rows else plain
 
     def _fill(self, target: Stored, part: Part) -> None:
-        """Write one tensor of the checkpoint over `target`, its part of a parameter."""
+        """Write one tensor of the checkpoint over `target`, its part of a parameter; read nothing for a meta device."""
+        if self.device.type == "meta":
+            return
         name, order = self.inventory.names.of(part), self._row_order(part)
         found = self.inventory.of(part)
         is_kept = not isinstance(target.format, Dense)

@@ -35,6 +35,7 @@ __all__ = [
     "Layers",
     "Source",
     "SublayerWeights",
+    "describe_weights",
     "load_weights",
     "open_files",
     "open_weights",
@@ -81,7 +82,7 @@ class DecoderWeights:
     layers: Layers
     final_norm_E: Tensor
     head: Stored
-    """Output head [V, E]; the very object `embedding` where the spec ties them."""
+    """Output head [V, E]; the very object `embedding` where the spec ties them and the head is not quantised."""
     kv_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """Scales of an 8-bit cache, for the layers for which the checkpoint has them."""
 
@@ -94,11 +95,13 @@ class DecoderWeights:
 class _Maker(Protocol):
     """Protocol that makes one parameter: as a tensor, or in the format in which it is stored."""
 
+    quantize_head: bool
+
     def dense(self, fused: Fused) -> Tensor: ...
 
     def weight(self, fused: Fused) -> Stored: ...
 
-    def head(self, fused: Fused) -> Stored: ...
+    def table(self, fused: Fused) -> Stored: ...
 
 
 class _UnreadLayers:
@@ -120,13 +123,20 @@ def _assemble(
     """Make all parameters, except those of `layers` where they are given."""
     top = top_plan(spec)
     embedding = (
-        maker.head(top["embedding_VE"]) if keep_embedding else Stored.from_dense(maker.dense(top["embedding_VE"]))
+        maker.table(top["embedding_VE"]) if keep_embedding else Stored.from_dense(maker.dense(top["embedding_VE"]))
     )
     if layers is None:
         layers = tuple(_layer(spec, maker, layer) for layer in range(spec.num_layers))
     final_norm_E = maker.dense(top["final_norm_E"])
-    head = maker.head(top["head"]) if "head" in top else embedding
-    return DecoderWeights(embedding, layers, final_norm_E, head)
+    return DecoderWeights(embedding, layers, final_norm_E, _head(spec, maker, top, embedding))
+
+
+def _head(spec: DecoderSpec, maker: _Maker, top: Mapping[str, Fused], embedding: Stored) -> Stored:
+    """Return the output head: the embedding itself where they are tied, but for a head that is quantised."""
+    own = top.get("head")
+    if maker.quantize_head and spec.has_head:
+        return maker.weight(top["embedding_VE"] if own is None else own)
+    return embedding if own is None else maker.table(own)
 
 
 def _layer(spec: DecoderSpec, maker: _Maker, layer: int) -> LayerWeights:
@@ -151,11 +161,13 @@ class _Random:
         seed: int,
         layout: Layout | None,
         quantize: Method | None,
+        quantize_head: bool,
     ) -> None:
         self.empty = empty
-        self.layout, self.quantize = layout, quantize
+        self.layout, self.quantize, self.quantize_head = layout, quantize, quantize_head
         self.dtype = dtype
-        self.generator = torch.Generator(device=device).manual_seed(seed)
+        self.device = device
+        self.generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
 
     def dense(self, fused: Fused) -> Tensor:
         return self._filled(fused, self.empty(fused.shape, self.dtype))
@@ -165,11 +177,11 @@ class _Random:
 
     def weight(self, fused: Fused) -> Stored:
         if self.quantize is None:
-            return self.head(fused)
-        temporary = torch.empty(fused.shape, dtype=self.dtype, device=self.generator.device)
+            return self.table(fused)
+        temporary = torch.empty(fused.shape, dtype=self.dtype, device=self.device)
         return kept(Stored.from_dense(self._filled(fused, temporary)), self.empty, self.layout, self.quantize)
 
-    def head(self, fused: Fused) -> Stored:
+    def table(self, fused: Fused) -> Stored:
         return Stored.from_dense(self.dense(fused))
 
 
@@ -185,6 +197,7 @@ def open_weights(
     progress: Progress | None = None,
     readers: Sequence[Reader] = READERS,
     quantize: Method | None = None,
+    quantize_head: bool = False,
 ) -> Iterator[DecoderWeights]:
     """Yield a model's parameters on the CPU until the block ends; each layer is read when it is asked for.
 
@@ -194,11 +207,15 @@ def open_weights(
     device = torch.device("cpu")
     with ExitStack() as files:
         if source == "random":
-            yield load_weights(source, spec, dtype=dtype, device=device, seed=seed, quantize=quantize)
+            yield load_weights(
+                source, spec, dtype=dtype, device=device, seed=seed, quantize=quantize, quantize_head=quantize_head
+            )
             return
         inventory = Inventory(open_files(source, files), spec, readers)
         empty = partial(_empty, device)
-        maker = FileMaker(inventory, spec, empty, dtype, device, keep_packed, progress, quantize=quantize)
+        maker = FileMaker(
+            inventory, spec, empty, dtype, device, keep_packed, progress, quantize=quantize, quantize_head=quantize_head
+        )
         yield _load(maker, spec, _UnreadLayers(spec, maker), keep_embedding=keep_embedding)
 
 
@@ -215,6 +232,7 @@ def load_weights(
     empty: Empty | None = None,
     layout: Layout | None = None,
     quantize: Method | None = None,
+    quantize_head: bool = False,
 ) -> DecoderWeights:
     """Return a model's parameters in `dtype` on `device`.
 
@@ -231,6 +249,7 @@ def load_weights(
         layout: Returns a quantised weight of products in the form in which the device keeps it; None makes it dense,
             unless `keep_packed`.
         quantize: Way to quantise each dense matrix of the layers as it is loaded; None leaves them as they are.
+        quantize_head: Whether to quantise the output head, too; a tied one becomes a matrix beside the embedding.
 
     Raises:
         InvalidParams: `quantize` is given, and the checkpoint is quantised already.
@@ -240,9 +259,37 @@ def load_weights(
     empty = empty or partial(_empty, device)
     with ExitStack() as files:
         if source == "random":
-            return _assemble(spec, _Random(empty, dtype, device, seed, layout, quantize))
+            return _assemble(spec, _Random(empty, dtype, device, seed, layout, quantize, quantize_head))
         inventory = Inventory(open_files(source, files), spec, readers)
-        return _load(FileMaker(inventory, spec, empty, dtype, device, keep_packed, progress, layout, quantize), spec)
+        maker = FileMaker(inventory, spec, empty, dtype, device, keep_packed, progress, layout, quantize, quantize_head)
+        return _load(maker, spec)
+
+
+def describe_weights(
+    source: Source,
+    spec: DecoderSpec,
+    *,
+    dtype: torch.dtype,
+    keep_packed: bool = False,
+    keep_embedding: bool = False,
+    readers: Sequence[Reader] = READERS,
+    layout: Layout | None = None,
+    quantize: Method | None = None,
+    quantize_head: bool = False,
+) -> DecoderWeights:
+    """Return a model's parameters without their numbers, on the meta device, in the formats that loading gives them.
+
+    Reads headers, and of some formats the order of columns, but neither weights nor scales. Arguments and errors are
+    those of `load_weights` and `open_weights`, without the errors that are about numbers.
+    """
+    device = torch.device("meta")
+    empty = partial(_empty, device)
+    with ExitStack() as files:
+        if source == "random":
+            return _assemble(spec, _Random(empty, dtype, device, 0, layout, quantize, quantize_head))
+        inventory = Inventory(open_files(source, files), spec, readers, checks=False)
+        maker = FileMaker(inventory, spec, empty, dtype, device, keep_packed, None, layout, quantize, quantize_head)
+        return _assemble(spec, maker, keep_embedding=keep_embedding)
 
 
 def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -258,7 +305,7 @@ def stored_formats(source: Source, spec: DecoderSpec, readers: Sequence[Reader] 
     if source == "random":
         return set()
     with ExitStack() as files:
-        return Inventory(open_files(source, files), spec, readers).formats
+        return Inventory(open_files(source, files), spec, readers, checks=False).formats
 
 
 def open_files(source: str | os.PathLike[str] | GgufFile, files: ExitStack) -> Checkpoint:

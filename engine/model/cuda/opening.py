@@ -1,4 +1,4 @@
-"""`open_cuda`: opens a model on a GPU; the only module that knows a GPU's defaults. Next to read: runner.py."""
+"""`open_cuda`: opens a model on a GPU. Next to read: shared/gpu_sizes.py, runner.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.reread import rereading
+from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import DecoderWeights, Source, load_weights
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
 from headrace.engine.model.shared.device import Device, Limits, fit
+from headrace.engine.model.shared.gpu_sizes import DTYPE, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
 from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity
@@ -42,14 +44,8 @@ except ImportError as error:
         field="device",
     ) from error
 
-__all__ = ["build_kernels", "open_cuda"]
+__all__ = ["build_kernels", "checked_arch", "open_cuda"]
 
-_ROWS = 256
-_BATCHED_TOKENS = 8192
-_FREE_SHARE = 0.9  # of the memory that weights, activations and graphs leave free
-_GRAPH_BYTES = 1 << 30
-_PAGE_SIZE = 16
-_DTYPE = torch.bfloat16
 _opening = threading.Lock()
 """Lock held while an engine opens: only one opens at a time, since each measures the memory that is left, and
 calls such as loading a kernel may end the capture of a graph in another thread."""
@@ -74,11 +70,7 @@ def open_cuda(
             compiled yet and cannot be.
         InvalidParams: An option does not fit the model or the device.
     """
-    arch = _arch(config, device)
-    _check_attention(config, spec, arch, kernels)
-    for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, _PAGE_SIZE)):
-        if value not in ("auto", limit):
-            raise InvalidParams(f"{field}: a GPU takes {limit}, got {value}", field=field, value=value, limit=limit)
+    arch = checked_arch(config, spec, device, kernels)
     try:
         with _opening, torch.cuda.device(device), torch.inference_mode():
             use_cache(config.kernel_cache, installed=installed_kernels)
@@ -96,8 +88,8 @@ def open_cuda(
 def _open(
     config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device, arch: Arch, kernels: Kernels
 ) -> Device:
-    dtype = _DTYPE
-    limits = Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
+    dtype = DTYPE
+    limits = gpu_limits(config, spec)
     memory = WeightMemory(device)
     again = rereading(source)  # an open file is closed by then
 
@@ -105,7 +97,7 @@ def _open(
         progress = LoggedProgress(weights_read)
         return load_weights(
             source, spec, dtype=dtype, device=device, seed=config.seed, progress=progress, empty=memory.empty,
-            layout=lambda weight: in_codes(weight, dtype), quantize=config.quantize,
+            layout=lambda weight: in_codes(weight, dtype), quantize=config.quantize, quantize_head=config.quantize_head,
         )  # fmt: skip
 
     weights = load(source)
@@ -114,7 +106,7 @@ def _open(
         page_size=config.page_size,
         max_positions=limits.context,
         dtype=dtype,
-        kv_dtype=_kv_dtype(config),
+        kv_dtype=kv_dtype(config),
         kv_scales=weights.kv_scales,
         device=device,
         arch=arch,
@@ -141,7 +133,7 @@ def _open(
             config, spec, bank, dtype=dtype, granule_bytes=CudaBank.granule_bytes, take=bank.memory
         )
     name = str(dtype).removeprefix("torch.")
-    return Device(runner, capacity, str(device), name, page_bytes, runner.abilities, adapters)
+    return Device(runner, capacity, str(device), name, page_bytes, runner.abilities, adapters, stored_parts(weights))
 
 
 def _make_bank(
@@ -150,7 +142,7 @@ def _make_bank(
     """Allocate room for adapters, if the engine takes any."""
     if not config.adapter_slots:
         return None
-    granules, most = adapter_granules(config, spec, _DTYPE, CudaBank.granule_bytes), CudaBank.most_granules
+    granules, most = adapter_granules(config, spec, DTYPE, CudaBank.granule_bytes), CudaBank.most_granules
     if granules > most:
         memory = granules * CudaBank.granule_bytes
         raise InvalidParams(
@@ -202,8 +194,19 @@ def build_kernels(config: EngineConfig, spec: DecoderSpec, device: torch.device)
     return folder, count_kernels(folder)
 
 
-def _kv_dtype(config: EngineConfig) -> torch.dtype:
-    return torch.float8_e4m3fn if config.kv_dtype == "fp8" else _DTYPE
+def checked_arch(config: EngineConfig, spec: DecoderSpec, device: torch.device, kernels: Kernels = KERNELS) -> Arch:
+    """Return the abilities of a GPU that can run a model with the options of `config`.
+
+    Raises:
+        DeviceUnavailable: The GPU cannot run any model.
+        InvalidParams: An option does not fit the model or the device.
+    """
+    arch = _arch(config, device)
+    _check_attention(config, spec, arch, kernels)
+    for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, PAGE_SIZE)):
+        if value not in ("auto", limit):
+            raise InvalidParams(f"{field}: a GPU takes {limit}, got {value}", field=field, value=value, limit=limit)
+    return arch
 
 
 def _arch(config: EngineConfig, device: torch.device) -> Arch:
@@ -230,7 +233,7 @@ def _arch(config: EngineConfig, device: torch.device) -> Arch:
 def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch, kernels: Kernels) -> None:
     """Refuse a way of decoding that the GPU or the model's heads rule out."""
     way = config.decode_attention
-    shape = head_shape(spec.uniform_attention, page_size=_PAGE_SIZE, dtype=_DTYPE, kv_dtype=_kv_dtype(config))
+    shape = head_shape(spec.uniform_attention, page_size=PAGE_SIZE, dtype=DTYPE, kv_dtype=kv_dtype(config))
     why = next((kernel.refuses(shape, arch) for kernel in kernels.decodes if kernel.name == way), None)
     if why is not None:
         raise InvalidParams(
@@ -266,6 +269,4 @@ def _free_for_pages(
         needed = torch.cuda.max_memory_allocated(device) - before
     finally:
         trial.close()
-    logits = torch.float32.itemsize * limits.rows * decoder.spec.vocab_size
-    graphs = _GRAPH_BYTES + 2 * logits  # graphs of choices that wait for masks are kept beside the others
-    return int(_FREE_SHARE * (torch.cuda.mem_get_info(device)[0] - needed - graphs))
+    return bytes_for_pages(torch.cuda.mem_get_info(device)[0], needed, limits.rows, decoder.spec.vocab_size)

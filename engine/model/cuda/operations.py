@@ -88,12 +88,13 @@ def cuda_ops(
 
 def kinds_of(weights: DecoderWeights) -> list[Kind]:
     """Return the kinds of codes that a model's weights have, in the order of their names."""
-    matrices = (
+    of_layers = (
         matrix
         for number in range(len(weights.layers))
         for sublayer in (weights.layers[number].mixer, weights.layers[number].feed)
         for matrix in sublayer.matrices.values()
     )
+    matrices = (*of_layers, weights.head)
     kinds = {matrix.format.kind for matrix in matrices if isinstance(matrix.format, CodeLayout)}
     return sorted(kinds, key=lambda kind: kind.name)
 

@@ -11,13 +11,14 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.encoder.runner import EncoderRunner
 from headrace.engine.model.encoder.spec import EncoderSpec, longest_text
-from headrace.engine.model.encoder.weights import load_encoder
+from headrace.engine.model.encoder.weights import encoder_parts, load_encoder
 from headrace.engine.model.shared.device import Device
 from headrace.engine.model.shared.find_gpu import find_gpu
 from headrace.engine.model.shared.torch_threads import default_threads
 from headrace.engine.scheduling.plan import Capacity
+from headrace.engine.stats import WeightPart
 
-__all__ = ["open_encoder"]
+__all__ = ["describe_encoder", "encoder_dtype", "open_encoder"]
 
 _ROWS = {"cpu": 64, "cuda": 256}
 _BATCHED_TOKENS = {"cpu": 2048, "cuda": 16384}
@@ -33,7 +34,7 @@ def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Devic
         DeviceUnavailable: There is no such GPU, or too little memory for the model.
         InvalidParams: An option does not fit an encoder.
     """
-    for field in ("kv_dtype", "load_format", "adapter_slots"):
+    for field in ("kv_dtype", "load_format", "adapter_slots", "quantize"):
         value, limit = getattr(config, field), EngineConfig.model_fields[field].default
         if value != limit:
             raise InvalidParams(
@@ -41,7 +42,7 @@ def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Devic
             )
     is_on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     device = torch.device("cpu") if is_on_cpu else find_gpu(config.device)
-    dtype = _AUTO[device.type] if config.dtype == "auto" else _DTYPES[config.dtype]
+    dtype = encoder_dtype(config, device)
     capacity = _capacity(config, spec, folder, device.type)
     threads = config.cpu_threads or default_threads()
     load = partial(load_encoder, folder, spec, dtype=dtype, device=device)
@@ -50,7 +51,24 @@ def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Devic
             runner = EncoderRunner(spec, load, device=device, threads=threads)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise DeviceUnavailable(f"device: {device} has too little memory for this model: {error}") from None
-    return Device(runner, capacity, str(device), str(dtype).removeprefix("torch."), 0, runner.abilities)
+    name = str(dtype).removeprefix("torch.")
+    return Device(
+        runner, capacity, str(device), name, 0, runner.abilities, weights=describe_encoder(spec, folder, dtype)
+    )
+
+
+def encoder_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of the weights and of the arithmetic on a device."""
+    return _AUTO[device.type] if config.dtype == "auto" else _DTYPES[config.dtype]
+
+
+def describe_encoder(spec: EncoderSpec, folder: Path, dtype: torch.dtype) -> tuple[WeightPart, ...]:
+    """Return the bytes of an encoder's weights in `dtype` from the headers of its files.
+
+    Raises:
+        ModelRejected: A tensor is missing, left over or of another shape, or a file is damaged.
+    """
+    return encoder_parts(load_encoder(folder, spec, dtype=dtype, device=torch.device("meta")))
 
 
 def _capacity(config: EngineConfig, spec: EncoderSpec, folder: Path, kind: str) -> Capacity:

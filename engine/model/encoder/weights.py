@@ -14,10 +14,12 @@ from torch import Tensor
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.checkpoint.weight_parts import WeightSum, name_of
 from headrace.engine.model.encoder.spec import EncoderSpec
+from headrace.engine.stats import ModelPart, WeightPart
 from headrace.ops.formats import Stored
 
-__all__ = ["Affine", "BiasedWeight", "EncoderLayer", "EncoderWeights", "load_encoder"]
+__all__ = ["Affine", "BiasedWeight", "EncoderLayer", "EncoderWeights", "encoder_parts", "load_encoder"]
 
 _HARMLESS = re.compile(r"(bert\.|roberta\.)?(pooler\.dense\.(weight|bias)|embeddings\.(position|token_type)_ids)")
 """Names that may be left over in a checkpoint: weights that only a head would use, and values that are computed."""
@@ -99,8 +101,26 @@ class EncoderWeights:
         )
 
 
+def encoder_parts(weights: EncoderWeights) -> tuple[WeightPart, ...]:
+    """Return the bytes of an encoder by part and format; the embedding holds words, positions and types."""
+    total = WeightSum()
+    for table in (weights.words_VE, weights.positions_PE, weights.types_TE):
+        total.add("embedding", name_of(table), table.nbytes)
+    norms = [weights.norm]
+    products: list[tuple[ModelPart, BiasedWeight]] = [("head", product) for product in weights.head or ()]
+    for layer in weights.layers:
+        products += [("attention", layer.qkv), ("attention", layer.o)]
+        products += [("feed-forward", layer.up), ("feed-forward", layer.down)]
+        norms += [layer.attention_norm, layer.output_norm]
+    for part, product in products:
+        total.add(part, product.weight.format.name, product.weight.nbytes)
+    total.add_vectors(product.bias for _, product in products)
+    total.add_vectors(each for norm in norms for each in (norm.weight, norm.bias))
+    return total.parts()
+
+
 def load_encoder(folder: Path, spec: EncoderSpec, *, dtype: torch.dtype, device: torch.device) -> EncoderWeights:
-    """Return a model's parameters in `dtype` on `device`.
+    """Return a model's parameters in `dtype` on `device`; on the meta device without their numbers, which are not read.
 
     Raises:
         ModelRejected: A tensor is missing, left over, of another shape or not finite, or a file is damaged.
@@ -168,6 +188,8 @@ class _Loader:
         if found != shape:
             self._refuse(name, list(found or ()), f"the shape {list(shape)}")
         self._read.add(name)
+        if self._device.type == "meta":
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
         tensor = torch.empty(shape, dtype=self._dtype)
         for first, rows in self._files.blocks(name, _BLOCK):
             tensor[first : first + len(rows)] = rows

@@ -9,6 +9,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Ability, Capacity, Runner
+from headrace.engine.stats import WeightPart
 
 __all__ = ["Device", "Limits", "fit"]
 
@@ -29,6 +30,8 @@ class Device:
     """Abilities of the runner, as in `Opened`."""
     adapters: AdapterDevice | None = None
     """Description of the device's adapters, as in `Opened`; None without adapters."""
+    weights: tuple[WeightPart, ...] = ()
+    """Formats and bytes of the weights, as in `EngineInfo`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ import torch
 from headrace.ops.cpu.block import CpuKv, CpuOps
 from headrace.ops.cpu.native.library import Context, HeadsStruct, StepStruct
 from headrace.ops.cpu.native.linear import NativeKernel, NativeLinear, NativePlainKernel, as_floats
-from headrace.ops.cpu.products import pack_product
 from headrace.ops.cpu.step import CpuStep, NativeStep
 from headrace.ops.stream import Stream
 
@@ -68,6 +67,7 @@ class NativeOps(CpuOps):
             dtype=torch.bfloat16,
             window=window,
             scale=scale,
+            products=_PRODUCTS,
         )
         self._context = context
         self._epsilon = eps
@@ -120,10 +120,6 @@ class NativeOps(CpuOps):
         context = self._context
         context.kernels.headrace_silu_mul(context.handle, gate_up_N2F.data_ptr(), rows, width // 2, y_NF.data_ptr())
         return y_NF
-
-    def pack(self, weight: Stored, bias_O: Tensor | None) -> CpuLinear:
-        """Pack a weight and its bias for `product`."""
-        return pack_product(weight, bias_O, dtype=torch.bfloat16, products=_PRODUCTS)
 
     def pack_head(self, weight_VE: Stored) -> CpuLinear:
         """Pack the output head's weight for `logits`."""

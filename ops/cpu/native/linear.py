@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from headrace.ops.cpu.linear import ANY_ROWS, not_a_matrix
+from headrace.ops.cpu.linear import ANY_ROWS, KeptWeight, not_a_matrix
 from headrace.ops.cpu.native.library import Context, LinearStruct, MatrixStruct, library
 from headrace.ops.formats import Int4Groups, Stacked, Stored
 from headrace.ops.gguf_formats import GgufBlocks
@@ -137,6 +137,10 @@ class NativeKernel:
         """Copy the codes into blocks of 16 outputs; the bytes stay about those of the format."""
         return NativeLinear([_packed(piece) for piece in _pieces(weight)], bias_O, dtype)
 
+    def kept(self, weight: Stored, _dtype: torch.dtype) -> list[KeptWeight]:
+        """Return the bytes of each piece's blocks."""
+        return [_kept(piece) for piece in _pieces(weight)]
+
 
 class NativePlainKernel:
     """Product of any weight, rounded to bfloat16, with float32 activations, in C; slow for many rows."""
@@ -157,6 +161,10 @@ class NativePlainKernel:
         """Copy each matrix into blocks of 16 outputs, those that have codes with their codes."""
         pieces = [_packed(piece) if _refuses(piece) is None else _plain(piece) for piece in _pieces(weight)]
         return NativeLinear(pieces, bias_O, dtype)
+
+    def kept(self, weight: Stored, _dtype: torch.dtype) -> list[KeptWeight]:
+        """Return the bytes of each piece's blocks."""
+        return [_kept(piece) for piece in _pieces(weight)]
 
 
 def as_floats(x: Tensor) -> Tensor:
@@ -208,8 +216,8 @@ def _refuses(weight: Stored) -> str | None:
     return f"takes inputs in a multiple of {_GROUP}, not {ins}" if ins % _GROUP else None
 
 
-def _allocate(weight: Stored, layout: _Layout, shared: int = 1) -> _Matrix:
-    """Return a matrix of zeros."""
+def _sizes(weight: Stored, layout: _Layout, shared: int = 1) -> tuple[int, ...]:
+    """Return the bytes of the three tensors of a packed matrix: codes, and two for scales and what goes with them."""
     outs, ins = weight.shape
     blocks, groups = -(-outs // _LANES), ins // _GROUP
     many = -(-groups // shared)
@@ -223,33 +231,52 @@ def _allocate(weight: Stored, layout: _Layout, shared: int = 1) -> _Matrix:
         _NONE: (0, 0),
     }
     of_codes = _LANES * ins * 2 if layout is _PLAIN else groups * 64 * layout.bits
-    kept = tuple(torch.zeros(blocks * size, dtype=torch.uint8) for size in (of_codes, *sizes[layout.scale]))
+    return tuple(blocks * size for size in (of_codes, *sizes[layout.scale]))
+
+
+def _allocate(weight: Stored, layout: _Layout, shared: int = 1) -> _Matrix:
+    """Return a matrix of zeros."""
+    outs, ins = weight.shape
+    kept = tuple(torch.zeros(size, dtype=torch.uint8) for size in _sizes(weight, layout, shared))
     return _Matrix(MatrixStruct(outs, ins, *layout, shared, *(each.data_ptr() for each in kept)), kept)
+
+
+def _layout_of(format: Format, ins: int) -> tuple[_Layout, int]:
+    """Return the layout of a matrix of codes with `ins` inputs, and how many groups of 32 share a scale."""
+    if isinstance(format, GgufBlocks):
+        return _LAYOUTS[format.kind], 1
+    if isinstance(format, Int4Groups):
+        return _Layout(4, _F32_MIN, 0), format.group // _GROUP
+    assert isinstance(format, IntGroups)
+    zero = 8 if format.bits == 4 else 128
+    return _Layout(format.bits, _F32_MIN if format.zeros else _F32, zero), (format.group or ins) // _GROUP
+
+
+def _kept(weight: Stored) -> KeptWeight:
+    if _refuses(weight) is not None:
+        return KeptWeight("bfloat16", sum(_sizes(weight, _PLAIN)))
+    return KeptWeight(weight.format.name, sum(_sizes(weight, *_layout_of(weight.format, weight.shape[-1]))))
 
 
 def _packed(weight: Stored) -> _Matrix:
     kernels = library()
     assert kernels is not None
     format = weight.format
+    layout, shared = _layout_of(format, weight.shape[-1])
+    matrix = _allocate(weight, layout, shared)
     if isinstance(format, GgufBlocks):
-        matrix = _allocate(weight, _LAYOUTS[format.kind])
         codes, constants = (weight.parts[name].contiguous() for name in ("codes", "constants"))
         kernels.headrace_pack_blocks(matrix.struct, int(format.kind), codes.data_ptr(), constants.data_ptr())
         return matrix
     if isinstance(format, Int4Groups):
-        layout, group = _Layout(4, _F32_MIN, 0), format.group
         parts = [weight.parts[name].contiguous() for name in ("values", "scale", "minimum")]
     else:
         assert isinstance(format, IntGroups)
-        zero = 8 if format.bits == 4 else 128
-        layout = _Layout(format.bits, _F32_MIN if format.zeros else _F32, zero)
-        group = format.group or weight.shape[-1]
         codes, scale = weight.parts["values"], weight.parts["scale"].float()
         parts = [unpack_nibbles(codes, weight.shape[-1]) if format.bits == 4 else codes, scale]
         if format.zeros:  # (code - zero) * scale = (code - 8) * scale + (8 - zero) * scale
-            parts.append((zero - weight.parts["zero"].float()) * scale)
+            parts.append((layout.zero - weight.parts["zero"].float()) * scale)
         parts = [part.contiguous() for part in parts]
-    matrix = _allocate(weight, layout, group // _GROUP)
     pointers = [part.data_ptr() for part in parts]
     kernels.headrace_pack_codes(matrix.struct, *pointers, *[None] * (3 - len(pointers)))
     return matrix

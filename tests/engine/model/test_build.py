@@ -24,10 +24,8 @@ from headrace.engine.model.shared.memory import return_freed_memory
 from headrace.ops.cpu.block import CpuKv
 
 PAGE = tiny_models.PAGE_BYTES
-LAYER_ELEMENTS, HEAD_ELEMENTS = 15_520, 96 * 32
-"""Parameters of the tiny model's layers with its last norm, and of its head."""
-TINY_BYTES = (LAYER_ELEMENTS + 2 * HEAD_ELEMENTS) * 4
-"""Memory of the tiny model in float32: the head is held packed and as the table of embeddings."""
+HEAD_ELEMENTS = 96 * 32
+"""Parameters of the tiny model's head."""
 WEIGHT_BYTES = 134_515_008 * 2
 """SmolLM2-135M's parameters in bfloat16."""
 
@@ -86,7 +84,8 @@ def test_options_that_do_not_fit_the_model_are_refused(
 
 
 def test_a_machine_without_memory_for_a_page_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.engine.model.cpu.opening.free_host_bytes", lambda: TINY_BYTES + 4 * PAGE - 4)
+    tiny = opened(folder).info.weight_bytes
+    monkeypatch.setattr("headrace.engine.model.cpu.sizing.free_host_bytes", lambda: tiny + 4 * PAGE - 4)
     with pytest.raises(InvalidParams) as caught:
         opened(folder)
     assert caught.value.field == "kv_memory"
@@ -95,7 +94,8 @@ def test_a_machine_without_memory_for_a_page_says_so(folder: Path, monkeypatch: 
 def test_more_than_the_machine_has_is_refused_before_the_weights_are_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.engine.model.cpu.opening.free_host_bytes", lambda: TINY_BYTES + 4 * PAGE)
+    tiny = opened(folder).info.weight_bytes
+    monkeypatch.setattr("headrace.engine.model.cpu.sizing.free_host_bytes", lambda: tiny + 4 * PAGE)
     assert opened(folder, kv_memory=4 * PAGE).capacity.num_pages == 4
     monkeypatch.delattr("headrace.engine.model.cpu.opening.open_weights")
     with pytest.raises(InvalidParams, match=str(4 * PAGE)) as caught:
@@ -107,23 +107,25 @@ def test_more_than_the_machine_has_is_refused_before_the_weights_are_loaded(
 def test_what_the_weights_take_is_no_memory_for_keys_and_values(
     tied: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head in bfloat16 is held twice: packed, and in rows; a tied one's rows are the table of embeddings."""
+    """A head in bfloat16 is kept twice: packed, and in rows; a tied one's rows are the table of embeddings."""
     folder = tiny_models.random_folder(tmp_path, tie_word_embeddings=tied)
     device = opened(folder, dtype=dtype, kv_memory=PAGE)
     copies = {(False, "bfloat16"): 3, (False, "float32"): 2, (True, "bfloat16"): 2}[tied, dtype]
-    weights = (LAYER_ELEMENTS + copies * HEAD_ELEMENTS) * (2 if dtype == "bfloat16" else 4)
+    ends = [part for part in device.info.weights if part.part in ("embedding", "head")]
+    assert sum(part.nbytes for part in ends) >= copies * HEAD_ELEMENTS * (2 if dtype == "bfloat16" else 4)
+    weights = device.info.weight_bytes
     monkeypatch.setattr(
-        "headrace.engine.model.cpu.opening.free_host_bytes", lambda: weights + 8 * 3 * device.info.page_bytes
+        "headrace.engine.model.cpu.sizing.free_host_bytes", lambda: weights + 8 * 3 * device.info.page_bytes
     )
     assert opened(folder, dtype=dtype).capacity.num_pages == 3
-    monkeypatch.setattr("headrace.engine.model.cpu.opening.free_host_bytes", lambda: weights - 1)
-    with pytest.raises(DeviceUnavailable, match=f"weights take {weights} bytes in {dtype}") as caught:
+    monkeypatch.setattr("headrace.engine.model.cpu.sizing.free_host_bytes", lambda: weights - 1)
+    with pytest.raises(DeviceUnavailable, match=f"weights take {weights} bytes as") as caught:
         opened(folder, dtype=dtype)
     assert (caught.value.field, caught.value.limit) == ("device", weights - 1)
 
 
 def test_memory_that_the_system_refuses_is_a_typed_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.engine.model.cpu.opening.free_host_bytes", lambda: 2**62)
+    monkeypatch.setattr("headrace.engine.model.cpu.sizing.free_host_bytes", lambda: 2**62)
     with pytest.raises(DeviceUnavailable, match="too little memory") as caught:
         opened(folder, kv_memory=2**60)
     assert (caught.value.field, caught.value.__context__) == ("device", None)  # a cause would hold what was loaded

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf_models import HEAD_DIM, HIDDEN, K_KINDS, VOCAB, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import settle
@@ -24,67 +25,8 @@ from headrace.ops.cuda.products.codes import CodeLayout, in_codes
 from headrace.ops.formats import Dense, Int4Groups, Stored
 from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks, as_int4_groups
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 4, 2, 64, 512, 40
-SHAPES = {
-    "token_embd.weight": (VOCAB, HIDDEN),
-    "output_norm.weight": (HIDDEN,),
-    "blk.0.attn_norm.weight": (HIDDEN,),
-    "blk.0.attn_q.weight": (HEADS * HEAD_DIM, HIDDEN),
-    "blk.0.attn_k.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "blk.0.attn_v.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "blk.0.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
-    "blk.0.ffn_norm.weight": (HIDDEN,),
-    "blk.0.ffn_gate.weight": (FFN, HIDDEN),
-    "blk.0.ffn_up.weight": (FFN, HIDDEN),
-    "blk.0.ffn_down.weight": (HIDDEN, FFN),
-}
 BIASES = {"blk.0.attn_q.bias": (256,), "blk.0.attn_k.bias": (128,), "blk.0.attn_v.bias": (128,)}
 KINDS = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1]
-K_KINDS = [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
-
-
-def encoded(values: np.ndarray[Any, Any], kind: Kind, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """`values` in blocks of `kind`; for the K kinds, which the package does not write, blocks of random bits."""
-    if kind not in K_KINDS:
-        return gguf.quants.quantize(values, kind)
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    raw = rng.integers(0, 256, (values.shape[0], values.shape[1] // block, size), dtype=np.uint8)
-    scales = slice(size - 2, size) if kind == Kind.Q6_K else slice(0, 4)
-    halves = rng.uniform(-0.1, 0.1, (*raw.shape[:2], (scales.stop - scales.start) // 2)).astype(np.float16)
-    raw[..., scales] = halves.view(np.uint8)
-    return raw.reshape(values.shape[0], -1)
-
-
-def write_model(
-    path: Path, kind: Kind, arch: str = "llama", extra: dict[str, tuple[int, ...]] | None = None
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Write a tiny model whose matrices are of `kind`; return every tensor as the gguf package dequantises it."""
-    rng = np.random.default_rng(3)
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(1)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FFN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_token_list(["<s>", "é"])
-    writer.add_bool("tokenizer.ggml.add_bos_token", True)
-    writer.add_array("tokenizer.ggml.token_type", [1, 2])
-    expected = {}
-    for name, shape in {**SHAPES, **(extra or {})}.items():
-        values = rng.normal(size=shape).astype(np.float32)
-        if name == "rope_freqs.weight":
-            values = np.linspace(1, 8, shape[0], dtype=np.float32)
-        raw_kind = kind if len(shape) == 2 else Kind.F32
-        raw = encoded(values, raw_kind, rng)
-        expected[name] = gguf.quants.dequantize(raw, raw_kind)
-        writer.add_tensor(name, raw, raw_dtype=raw_kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return expected
 
 
 def load(path: Path, **options: Any) -> DecoderWeights:

@@ -31,6 +31,18 @@ def test_a_cpu_gives_the_tokens_of_the_dequantised_model(zoo: Zoo, tmp_path: Pat
     check_quantise(zoo, "cpu", "cpu", "int8", tmp_path)
 
 
+@pytest.mark.parametrize(("method", "family"), [("int8", "llama 3"), ("fp8", "smollm2")])
+def test_a_gpu_unpacks_a_quantised_head(method: Method, family: str, zoo: Zoo, tmp_path: Path) -> None:
+    with emulated() as gpu:
+        check_quantise(zoo, "cuda", "cpu", method, tmp_path, family=family, head=True)
+        assert gpu.launches[f"product: unpacked, {method}"]
+
+
+@pytest.mark.parametrize("family", ["llama 3", "smollm2"])
+def test_a_cpu_multiplies_by_a_quantised_head(family: str, zoo: Zoo, tmp_path: Path) -> None:
+    check_quantise(zoo, "cpu", "cpu", "int8", tmp_path, family=family, head=True)
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks", "awq"])
 def test_a_gpu_reads_quantised_checkpoints(name: str, tmp_path: Path) -> None:
     with emulated():

@@ -1,0 +1,57 @@
+"""`kept_parts`: what a decoder's weights take on the CPU once they are packed, from their formats and shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace.engine.model.checkpoint.weight_parts import WeightSum, name_of
+from headrace.engine.model.checkpoint.weights import DecoderWeights, SublayerWeights
+from headrace.engine.stats import ModelPart, WeightPart
+from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.head import CpuHead
+from headrace.ops.cpu.linear import KeptWeight
+from headrace.ops.cpu.native.block import NativeOps
+from headrace.ops.cpu.products import kept_by
+from headrace.ops.formats import Dense
+
+__all__ = ["kept_parts"]
+
+
+def kept_parts(weights: DecoderWeights, ops: CpuOps) -> tuple[WeightPart, ...]:
+    """Return the bytes of a decoder as `Decoder` keeps it after packing by `ops`.
+
+    Args:
+        weights: The parameters as they are loaded, on any device, the meta device included.
+        ops: The operations of the model's first mixer.
+    """
+    total = WeightSum()
+    total.add_vectors([weights.final_norm_E])
+    for number in range(len(weights.layers)):
+        layer = weights.layers[number]
+        _add_layer(total, "attention", layer.mixer, ops)
+        _add_layer(total, "feed-forward", layer.feed, ops)
+    _add_ends(total, weights, ops)
+    return total.parts()
+
+
+def _add_layer(total: WeightSum, part: ModelPart, of_layer: SublayerWeights, ops: CpuOps) -> None:
+    for name, vector in of_layer.vectors.items():
+        kept = vector.float() if name.endswith("_bias") and isinstance(ops, NativeOps) else vector
+        total.add("other", name_of(kept), kept.nbytes)
+    for weight in of_layer.matrices.values():
+        _add(total, part, kept_by(weight, ops.dtype, ops.products))
+
+
+def _add_ends(total: WeightSum, weights: DecoderWeights, ops: CpuOps) -> None:
+    """Add the embedding and the head: where they are tied, one may use the other's memory."""
+    embedding, is_tied, is_native = weights.embedding, weights.head is weights.embedding, isinstance(ops, NativeOps)
+    kept = (kept_by if is_native else CpuHead.kept)(weights.head, dtype=ops.dtype, products=ops.products)
+    _add(total, "head", (each for each in kept if not (each.is_shared and is_tied)))
+    if is_tied and is_native and not isinstance(embedding.format, Dense):
+        return  # the packed head hands out its rows
+    total.add("embedding", embedding.format.name, embedding.nbytes)
+
+
+def _add(total: WeightSum, part: ModelPart, kept: Iterable[KeptWeight]) -> None:
+    for each in kept:
+        total.add(part, each.format, each.nbytes)
