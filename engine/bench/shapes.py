@@ -10,10 +10,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.spec import DecoderSpec
 
-__all__ = ["SHAPES", "located", "spec_of"]
+__all__ = ["SHAPES", "located", "source_of", "spec_of"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -71,6 +72,18 @@ def located(model: str) -> Iterator[tuple[str, bool]]:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(SHAPES[model]))
         yield str(folder), True
+
+
+def source_of(path: str) -> Source:
+    """Return where the formats of a model's weights are to be found; "random" for a folder with a bare config.json.
+
+    Raises:
+        ModelRejected: The config.json is damaged.
+    """
+    folder = Path(path)
+    if folder.is_dir() and not any(folder.glob("*.safetensors*")):
+        return path if read_hf_config(folder).get("quantization_config") else "random"
+    return path
 
 
 def spec_of(path: str) -> DecoderSpec:

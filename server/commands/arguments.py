@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,6 +15,8 @@ __all__ = [
     "FileOption",
     "JsonOption",
     "ModelArgument",
+    "QuantizeHeadOption",
+    "QuantizeOption",
     "SeedOption",
     "chosen_model",
     "shares_of",
@@ -52,6 +54,13 @@ ContextOption = Annotated[
         help="Most tokens of a prompt and its answer together; left out, what the model was made for.",
         min=2,
     ),
+]
+QuantizeOption = Annotated[
+    Literal["fp8", "int8", "int4"] | None,
+    typer.Option(help="As an engine that quantises the matrices of the layers while it loads them."),
+]
+QuantizeHeadOption = Annotated[
+    bool, typer.Option("--quantize-head", help="As an engine that quantises the output head, too.")
 ]
 SeedOption = Annotated[int, typer.Option(help="Source of the seeds of requests that give none.")]
 JsonOption = Annotated[

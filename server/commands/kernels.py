@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Annotated, Any, Literal
@@ -12,7 +13,8 @@ import typer
 from rich.console import Console
 
 from headrace.engine.config import EngineConfig
-from headrace.server.commands.arguments import sizes_of
+from headrace.engine.errors import ModelRejected
+from headrace.server.commands.arguments import QuantizeHeadOption, QuantizeOption, sizes_of
 from headrace.server.commands.kernel_tables import print_kernels
 
 __all__ = ["kernels"]
@@ -84,8 +86,8 @@ def list_of(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Model folder (config.json is enough), .gguf file, or a name that `headrace bench` knows, such as "
-            "qwen3-0.6b.",
+            help="Model folder (of a model that is not quantised, config.json is enough), .gguf file, hub id on this "
+            "machine, or a name that `headrace bench` knows, such as qwen3-0.6b.",
         ),
     ],
     arch: Annotated[
@@ -100,14 +102,18 @@ def list_of(
         ),
     ] = None,
     kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="Keys and values in 16 bits or in 8.")] = "auto",
+    quantize: QuantizeOption = None,
+    quantize_head: QuantizeHeadOption = False,
 ) -> None:
     """Print which kernel computes what for a model, and why.
 
-    The choice is made by number of rows: tokens that a step computes at once. Needs no GPU.
+    The choice is made by number of rows: tokens that a step computes at once. Of a quantised model the headers of its
+    files say which weights have which format. Needs no GPU, and reads no weights.
     """
     import torch
 
-    from headrace.engine.bench.shapes import SHAPES, located, spec_of
+    from headrace.engine.bench.shapes import source_of, spec_of
+    from headrace.engine.model.checkpoint.weights import describe_weights
     from headrace.engine.model.cuda.listed import list_kernels
     from headrace.ops.cuda.arch import Arch
 
@@ -117,18 +123,44 @@ def list_of(
         gpu = Arch.of("cuda") if found else Arch.named(arch or "sm_90")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--arch") from None
-    chosen = Path(model).expanduser()
-    if model not in SHAPES and not chosen.exists():
-        raise typer.BadParameter(
-            f"{model}: neither a file, a folder nor one of {', '.join(SHAPES)}", param_hint="MODEL"
+    config = EngineConfig(model=model, quantize=quantize, quantize_head=quantize_head)
+    with _found(config) as path:
+        spec = spec_of(path)
+        weights = describe_weights(
+            source_of(path),
+            spec,
+            dtype=torch.bfloat16,
+            keep_packed=True,
+            quantize=quantize,
+            quantize_head=quantize_head,
         )
-    with located(model if model in SHAPES else str(chosen)) as (path, _):
-        listed = list_kernels(spec_of(path), gpu, rows=sizes, fp8=kv_dtype == "fp8")
+    listed = list_kernels(spec, gpu, rows=sizes, fp8=kv_dtype == "fp8", weights=weights, quantize_head=quantize_head)
     tuning = gpu.tuning
     measured = "measured" if tuning.is_measured else "nobody has measured it"
     print_kernels(listed, sizes, f"{model} on {gpu.name} ({measured}: numbers of {tuning.chip})")
     if (why := gpu.lacks("bf16")) is not None:
         Console().print(f"The engine does not open on such a GPU: {why}.")
+
+
+@contextmanager
+def _found(config: EngineConfig) -> Iterator[str]:
+    """Give the path of the model that `config` names, or of a folder with the config.json of a named shape."""
+    from headrace.engine.bench.shapes import SHAPES, located
+    from headrace.engine.life.model_files import find_model
+
+    path = Path(config.model)
+    if config.model not in SHAPES and not path.is_file() and not (path / "config.json").exists():
+        try:
+            config = config.model_copy(update={"model": str(find_model(config).path)})
+        except ModelRejected:
+            if path.exists():
+                raise
+            raise typer.BadParameter(
+                f"{config.model}: neither a file, a folder, a hub id on this machine nor one of {', '.join(SHAPES)}",
+                param_hint="MODEL",
+            ) from None
+    with located(config.model) as (found, _):
+        yield found
 
 
 def _check_folder(folder: Path) -> None:

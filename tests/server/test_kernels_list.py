@@ -6,9 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_models import write_model
+from quantised_checkpoints import CASES, write_checkpoint
 from typer.testing import CliRunner
 
 from headrace.engine.bench.shapes import SHAPES
+from headrace.engine.errors import InvalidParams, ModelRejected
+from headrace.engine.model.checkpoint.weights import describe_weights, load_weights
+from headrace.engine.model.cuda.listed import list_kernels
+from headrace.engine.model.cuda.operations import kinds_of
+from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.products.codes import in_codes
+from headrace.ops.formats import Stored
 from headrace.server.commands.kernels import kernels
 
 
@@ -63,12 +75,114 @@ def test_a_cache_of_8_bits_has_other_kernels() -> None:
     assert "xqa" not in usual.split("not used")[0] and "xqa" in small.split("not used")[0]
 
 
+def cells_of(text: str, operation: str) -> str:
+    """The kernels of an operation, line by line."""
+    return "; ".join(cells[-1] for cells in rows_of(text, operation))
+
+
+def refusals(text: str) -> dict[tuple[str, str], str]:
+    """Why each kernel is not used, by its name and where."""
+    return {(kernel, where): why for kernel, where, why in table_of(text.split("Kernels that are not used")[-1])}
+
+
+def table_of(text: str) -> list[list[str]]:
+    """The lines of a table, each of which fits its columns."""
+    lines = ([cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines())
+    return [cells for cells in lines if len(cells) == 3 and all(cells)]
+
+
+def test_formats_of_a_mixed_checkpoint_have_lines_of_their_own(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES["compressed mixture"])
+    code, text = listed(str(tmp_path), "--arch", "sm_90", columns=300)
+    assert not code
+    assert cells_of(text, "qkv (fp8)").startswith("-; -; ")
+    assert cells_of(text, "qkv (fp8)").endswith("-64: even, fp8, 65+: scaled, fp8")
+    down = cells_of(text, "down (int4-g32-zeros, 1 layer)")
+    assert "-64: even, int4-g32-zeros" in down and down.endswith("unpacked, int4-g32-zeros")
+    assert "vector" in cells_of(text, "down (bfloat16, 1 layer)") and "cuBLAS" in cells_of(text, "head")
+    why = refusals(text)
+    assert why["even heads, fp8", "qkv (fp8)"] == "heads are of 64, the kernel takes 128"
+    assert why["cuBLAS", "qkv (fp8), o (fp8)"] == "multiplies by dense weights, not fp8"
+    code, text = listed(str(tmp_path), "--arch", "sm_80", columns=300)
+    assert (
+        not code and cells_of(text, "o (fp8)").endswith("+: unpacked, fp8") and "even" not in cells_of(text, "o (fp8)")
+    )
+    assert "sm_80 lacks warpgroup matrix products" in refusals(text)["even, fp8", "qkv (fp8), o (fp8)"]
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "why"),
+    [
+        ("gptq v2 in an order", "int4-g32-zeros-ordered", "takes columns in their order, not sorted by group"),
+        ("compressed mxfp4", "mxfp4", "takes 8-bit floats and groups of integers, not mxfp4"),
+    ],
+)
+def test_a_format_without_kernels_is_listed_dense_with_the_reason(
+    name: str, format: str, why: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, CASES[name])
+    code, text = listed(str(tmp_path), "--arch", "sm_90", columns=300)
+    assert not code and cells_of(text, f"o ({format})").endswith("2-64: even, 65+: cuBLAS")
+    everywhere = ", ".join(f"{product} ({format})" for product in ("qkv", "o", "gate_up", "down"))
+    assert refusals(text)["those for codes", everywhere] == f"{why}: kept in bfloat16"
+
+
+def test_a_head_of_a_checkpoint_is_made_dense_and_one_that_is_quantised_here_is_not(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES["gptq with rules"])
+    _, text = listed(str(tmp_path), "--arch", "sm_90", columns=300)
+    assert "65+: cuBLAS" in cells_of(text, "head (int8-g32-zeros)")
+    assert refusals(text)["those for codes", "head (int8-g32-zeros)"].startswith("make float32 logits of a few rows")
+    _, text = listed("qwen3-0.6b", "--arch", "sm_90", "--quantize", "int8", "--quantize-head", columns=300)
+    assert cells_of(text, "head (int8)").endswith("+: unpacked, int8") and "even, int8" in cells_of(text, "down (int8)")
+
+
+def test_the_kinds_of_codes_are_those_of_a_loaded_model(tmp_path: Path) -> None:
+    def layout(weight: Stored) -> Stored:
+        return in_codes(weight, torch.bfloat16)
+
+    for name, case in CASES.items():
+        write_checkpoint(tmp_path / name, case)
+        spec = from_hf(read_hf_config(tmp_path / name))
+        stored = describe_weights(tmp_path / name, spec, dtype=torch.bfloat16, keep_packed=True)
+        loaded = load_weights(
+            tmp_path / name,
+            spec,
+            dtype=torch.bfloat16,
+            device="cpu",
+            layout=lambda each: in_codes(each, torch.bfloat16),
+        )
+        kinds = {kind.name for kind in kinds_of(loaded)}
+        used = {
+            cell.partition(", ")[2].partition(",")[0]
+            for line in list_kernels(spec, Arch.named("sm_90"), rows=[300], weights=stored).lines
+            for cell in line.kernels
+            if ", " in cell
+        }
+        assert used == kinds, name
+
+
+def test_gguf_files_and_quantised_folders_without_weights(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", Kind.Q4_1)
+    code, text = listed(str(tmp_path), "--arch", "sm_90", columns=300)
+    assert not code and refusals(text)["those for codes", "qkv (q4_1), o (q4_1), gate_up (q4_1), down (q4_1)"]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text(
+        json.dumps({**SHAPES["qwen3-0.6b"], "quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(ModelRejected, match=r"neither model\.safetensors nor"):
+        CliRunner().invoke(kernels, ["list", str(bare)], catch_exceptions=False)
+    write_checkpoint(tmp_path / "fp8", CASES["fp8 blocks"])
+    with pytest.raises(InvalidParams, match="^quantize: .* is stored as fp8-128x128 already"):
+        CliRunner().invoke(kernels, ["list", str(tmp_path / "fp8"), "--quantize", "int4"], catch_exceptions=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["qwen3-0.6b", "--arch", "sm_91"], "must be one of sm_70, sm_75"),
         (["qwen3-0.6b", "--rows", "1,x"], "--rows '1,x': give sizes from 1 up"),
-        (["no-such-model"], "no-such-model: neither a file, a folder nor one of qwen3-0.6b"),
+        (["no-such-model"], "no-such-model: neither a file, a folder, a hub id on this machine nor one of qwen3-0.6b"),
     ],
 )
 def test_what_is_unknown_is_refused(arguments: list[str], told: str) -> None:

@@ -1,23 +1,28 @@
 """`list_kernels`: the kernels that an engine on a GPU would use for a model, and why it would use no others.
 
-Needs neither the GPU nor a compiler, as the choice itself does not. Next to read: ops/cuda/kernels.py.
+Needs neither the GPU nor a compiler, as the choice itself does not, and of weights their formats and shapes alone. Next
+to read: ops/cuda/kernels.py.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
 
+from headrace.engine.model.checkpoint.weights import DecoderWeights, SublayerWeights, describe_weights
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
 from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.kernels import KERNELS, Kernels
+from headrace.ops.cuda.products.codes import kind_of
 from headrace.ops.cuda.products.fusion import Fusion
 from headrace.ops.cuda.products.registry import Resolved, WeightShape, resolve
 from headrace.ops.cuda.tuning.table import Span
+from headrace.ops.formats import Dense, Format, Stacked, Stored
 
 __all__ = ["KernelList", "Line", "Refusal", "list_kernels"]
 
@@ -70,7 +75,14 @@ class KernelList(NamedTuple):
 
 
 def list_kernels(
-    spec: DecoderSpec, arch: Arch, *, rows: Sequence[int] = (), fp8: bool = False, kernels: Kernels = KERNELS
+    spec: DecoderSpec,
+    arch: Arch,
+    *,
+    rows: Sequence[int] = (),
+    fp8: bool = False,
+    kernels: Kernels = KERNELS,
+    weights: DecoderWeights | None = None,
+    quantize_head: bool = False,
 ) -> KernelList:
     """Return the kernels for the products and the attention of a model.
 
@@ -80,12 +92,18 @@ def list_kernels(
         rows: Numbers of rows to list a kernel for; without any, ranges of rows.
         fp8: Whether keys and values are stored in 8 bits.
         kernels: The kernels to choose among.
+        weights: The weights in the formats in which they are stored, on any device; None for dense ones.
+        quantize_head: Whether an output head that is quantised stays so, as `EngineConfig.quantize_head` says.
     """
     lines, refusals = list[Line](), list[Refusal]()
-    for what, weight in _weights(spec).items():
-        resolved = resolve(kernels.products, arch, weight)
-        lines += [Line(what, _WORDS[fusion], _cells(resolved, fusion, rows)) for fusion in _STEPS[what]]
-        refusals += _product_refusals(what, resolved)
+    for what, product in _products(spec, weights, quantize_head).items():
+        kind = product.shape.kind
+        coded = () if kind is None else kernels.coded(kind)
+        resolved, steps = resolve((*coded, *kernels.products), arch, product.shape), _STEPS[product.name]
+        lines += [Line(what, _WORDS[fusion], _cells(resolved, fusion, rows)) for fusion in steps]
+        refusals += _product_refusals(what, steps, resolved)
+        if product.is_unpacked is not None:
+            refusals.append(Refusal("those for codes", what, f"{product.is_unpacked}: kept in bfloat16"))
     kv_dtype = torch.float8_e4m3fn if fp8 else None
     for attention in spec.attention_kinds:
         shape = HeadShape(
@@ -103,17 +121,74 @@ def list_kernels(
     return KernelList(tuple(lines), tuple(_together(refusals)))
 
 
-def _weights(spec: DecoderSpec) -> dict[str, WeightShape]:
-    """Return the weights of a layer and of the output head."""
-    attention, hidden = spec.uniform_attention, spec.hidden_size
-    found = {}
-    for parameters in (attention.parameters(hidden), spec.uniform_feed.parameters(hidden)):
-        for name, fused in parameters.items():
-            if fused.columns is not None:
-                size_out, size_in = fused.shape
-                has_bias = f"{name}_bias" in parameters
-                found[name] = WeightShape(size_out, size_in, attention.head_dim, has_bias)
-    return found | ({"head": WeightShape(spec.vocab_size, hidden, attention.head_dim)} if spec.has_head else {})
+class _Product(NamedTuple):
+    """A product of some layers, whose weights have one shape and one format."""
+
+    name: str
+    """Key of `_STEPS`."""
+    shape: WeightShape
+    format: str
+    """Name of the format in which the weight is stored."""
+    is_unpacked: str | None
+    """Why a quantised weight is not multiplied by its codes, in words; None where it is, and for dense ones."""
+
+
+def _products(spec: DecoderSpec, weights: DecoderWeights | None, quantize_head: bool) -> dict[str, _Product]:
+    """Return the different products of the layers and of the output head, by what they are called in the list."""
+    if weights is None:
+        weights = describe_weights("random", spec, dtype=torch.bfloat16)
+    head_dim = spec.uniform_attention.head_dim
+    found: dict[str, Counter[_Product]] = {}
+    for number in range(len(weights.layers)):
+        layer = weights.layers[number]
+        for of_layer in (layer.mixer, layer.feed):
+            for name in of_layer.matrices:
+                found.setdefault(name, Counter())[_product(name, of_layer, head_dim)] += 1
+    if spec.has_head:
+        found["head"] = Counter([_head(weights.head, head_dim, quantize_head)])
+    return {
+        _called(product, count if len(varieties) > 1 else None): product
+        for varieties in found.values()
+        for product, count in varieties.items()
+    }
+
+
+def _product(name: str, of_layer: SublayerWeights, head_dim: int) -> _Product:
+    weight = of_layer.matrices[name]
+    (size_out, size_in), has_bias = weight.shape, f"{name}_bias" in of_layer.vectors
+    shape = WeightShape(size_out, size_in, head_dim, has_bias)
+    format = _name(weight.format)
+    if isinstance(weight.format, Dense):
+        return _Product(name, shape, format, None)
+    kind = kind_of(weight.format, weight.shape)
+    if isinstance(kind, str):
+        return _Product(name, shape, format, kind)
+    return _Product(name, shape._replace(kind=kind), format, None)
+
+
+def _name(format: Format) -> str:
+    """Return the name of a format; of weights one above the other the different names, each once."""
+    pieces = [piece for piece, _ in format.pieces] if isinstance(format, Stacked) else [format]
+    return " + ".join(dict.fromkeys(piece.name for piece in pieces))
+
+
+def _head(weight: Stored, head_dim: int, quantize_head: bool) -> _Product:
+    """Return the head's product: a quantised head of a checkpoint is made dense as it is read."""
+    product = _product("head", SublayerWeights({"head": weight}, {}), head_dim)
+    if quantize_head or isinstance(weight.format, Dense):
+        return product
+    return product._replace(
+        shape=product.shape._replace(kind=None),
+        is_unpacked="make float32 logits of a few rows alone",
+    )
+
+
+def _called(product: _Product, layers: int | None) -> str:
+    """Return the name of a product, with its format if it is quantised, and its number of layers if these differ."""
+    is_dense = product.shape.kind is None and product.is_unpacked is None
+    told = [] if is_dense and layers is None else [product.format]
+    told += [] if layers is None else [f"{layers} layer{'s' * (layers != 1)}"]
+    return f"{product.name} ({', '.join(told)})" if told else product.name
 
 
 def _cells(resolved: Resolved, fusion: Fusion, rows: Sequence[int]) -> tuple[str, ...]:
@@ -150,9 +225,9 @@ def _words_of(span: Span) -> str:
     return f"{_of(span.rows)}{most or least}"
 
 
-def _product_refusals(what: str, resolved: Resolved) -> Iterator[Refusal]:
+def _product_refusals(what: str, steps: Sequence[Fusion], resolved: Resolved) -> Iterator[Refusal]:
     """Return why kernels are not used for a product, but for those that do not compute such a thing at all."""
-    for fusion in _STEPS[what]:
+    for fusion in steps:
         for name, why in resolved.refused[fusion].items():
             if why != "does not fuse this":
                 yield Refusal(name, what, f"{why}: {_WORDS[fusion]}" if why.startswith("does not pay") else why)
