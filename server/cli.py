@@ -22,6 +22,7 @@ from headrace.server.commands.arguments import (
 )
 from headrace.server.commands.bench import bench
 from headrace.server.commands.flags import AnsweringCommand, flags_named
+from headrace.server.commands.inspecting import inspect
 from headrace.server.commands.kernels import kernels
 from headrace.server.commands.serve import serve
 
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(kernels, name="kernels")
 app.command(cls=AnsweringCommand)(serve)
+app.command(cls=AnsweringCommand)(inspect)
 
 TemperatureOption = Annotated[
     float, typer.Option(help="Temperature of sampling; 0 takes the likeliest token.", min=0.0, max=2.0)

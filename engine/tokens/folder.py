@@ -17,7 +17,7 @@ from headrace.adapters.untrusted import check_depth, open_file, read_bytes
 from headrace.engine.errors import ModelRejected
 from headrace.engine.tokens.limits import check_added, check_merging
 
-__all__ = ["TOKENIZER_FILES", "folder_eos_ids", "generation_config", "load_folder"]
+__all__ = ["TOKENIZER_FILES", "check_folder", "folder_eos_ids", "generation_config", "load_folder"]
 
 _SOURCES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _VOCABULARY_BYTES: Final = 64 << 20
@@ -51,12 +51,11 @@ _FOREIGN: Final = {
 }
 
 
-def load_folder(folder: Path) -> Any:
-    """Return the `transformers.PreTrainedTokenizerFast` of a folder in Hugging Face layout.
+def check_folder(folder: Path) -> bool:
+    """Check the files of a tokenizer, and return whether tokenizer.json is among them; the tokenizer is not opened.
 
     Raises:
         ModelRejected: Files are missing, too large or not regular ones, hold too many tokens, or name code.
-        BaseException: `transformers` or `tokenizers` cannot use the files; the caller turns it into a typed error.
     """
     settings = _read_json(folder / _SETTINGS)
     for field, problem in _FOREIGN.items():
@@ -74,6 +73,17 @@ def load_folder(folder: Path) -> Any:
         )
     _check_files(folder, is_whole)
     _check_tokens(folder, settings, is_whole)
+    return is_whole
+
+
+def load_folder(folder: Path) -> Any:
+    """Return the `transformers.PreTrainedTokenizerFast` of a folder in Hugging Face layout.
+
+    Raises:
+        ModelRejected: Files are missing, too large or not regular ones, hold too many tokens, or name code.
+        BaseException: `transformers` or `tokenizers` cannot use the files; the caller turns it into a typed error.
+    """
+    is_whole = check_folder(folder)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if is_whole:
