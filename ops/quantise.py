@@ -4,6 +4,9 @@
 found by half-quadratic optimisation (Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models",
 2023): errors are split into a sparse part, which a shrinkage finds, and a rest, whose squares are made small; here by
 least squares for the scale and by the mean for the zero point, which is rounded to a code.
+
+Scales have the eight significant bits of bfloat16, whatever dtype they are kept in: other engines keep them in the
+model's dtype, and so compute with the same ones. gptq.py chooses other codes for these scales, by data.
 """
 
 from __future__ import annotations
@@ -62,9 +65,10 @@ def _blocks(values_OI: Tensor) -> list[slice]:
 
 
 def _row_scales(values_OI: Tensor, most: float) -> Tensor:
-    """Return the scale for which each output's largest magnitude is `most`; 1 where all are zero."""
+    """Return the smallest scale for which no element of an output is above `most`; 1 where all are zero."""
     extremes_O = values_OI.abs().amax(1).float() / most
-    return torch.where(extremes_O > 0, extremes_O, 1.0)
+    above_O = (extremes_O.view(torch.int32) + 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
+    return torch.where(extremes_O > 0, above_O, 1.0)
 
 
 def _fp8(values_OI: Tensor, format: Fp8) -> Stored:
@@ -133,14 +137,14 @@ class _Rounded(NamedTuple):
 
     codes: Tensor
     scale: Tensor
-    """Scales as float16 holds them, in float32."""
+    """Scales as bfloat16 holds them, in float32."""
     zero: Tensor
     error: Tensor
     """Sum of the errors' magnitudes, each to the power of the norm."""
 
 
 def _rounded(values_OGg: Tensor, scale: Tensor, zero: Tensor) -> _Rounded:
-    kept = scale.half().float()
+    kept = scale.bfloat16().float()  # at least float16's smallest normal number, so that float16 holds it, too
     codes = (values_OGg / kept + zero).round_().clamp_(0, 15)
     error = (values_OGg - (codes - zero) * kept).abs_().pow_(_NORM).sum(-1, keepdim=True)
     return _Rounded(codes, kept, zero, error)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NoReturn, Self
+from typing import BinaryIO, Final, NoReturn, Self
 
 import torch
 
@@ -21,7 +21,7 @@ from headrace.adapters.safetensors_header import TensorEntry, read_header, refus
 from headrace.adapters.untrusted import open_file, read_object
 from headrace.engine.errors import ModelRejected
 
-__all__ = ["SafetensorsFolder"]
+__all__ = ["DTYPE_NAMES", "INDEX_FILE", "SINGLE_FILE", "SafetensorsFolder"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -42,6 +42,8 @@ _DTYPES = _WEIGHT_DTYPES | {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
+DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+"""What a header calls each dtype."""
 
 
 def _allocate(count: int) -> torch.Tensor:

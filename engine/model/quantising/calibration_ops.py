@@ -1,0 +1,142 @@
+"""`CalibrationOps`: a decoder's operations on whole sequences in float32, which report the inputs of each product.
+
+They keep no cache: every sequence is computed from its start, as plain torch does it on any device. The layers
+themselves are those of network/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from headrace.adapters.untrusted import refuse
+from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
+from headrace.ops.formats import Stored
+from headrace.ops.stream import HeadNorms, Stream
+
+__all__ = ["CalibrationOps", "Product"]
+
+
+class Product(NamedTuple):
+    """A weight and its bias, ready to multiply."""
+
+    weight: Stored
+    dense_OI: Tensor
+    bias_O: Tensor | None
+
+
+class CalibrationOps:
+    """The operations of one layer; a step is the number of tokens of each of its sequences, which lie end to end."""
+
+    def __init__(
+        self, spec: DecoderSpec, layer: LayerSpec, tokens: int, seen: Callable[[Stored, Tensor], None], device: torch.device
+    ) -> None:
+        """Prepare for sequences of `tokens` tokens.
+
+        Args:
+            spec: The shape of the model.
+            layer: The layer's own shape.
+            tokens: Tokens of each sequence.
+            seen: Called with each weight and the inputs [N, in] that it is about to multiply.
+            device: The device of all tensors.
+
+        Raises:
+            ModelRejected: The layer's mixer is not softmax attention.
+        """
+        mixer = layer.mixer
+        if not isinstance(mixer, Attention) or mixer.scores != Attention.scores:
+            refuse(spec.architecture, "the mixer of a layer", mixer, "softmax attention, to calibrate with data")
+        self._mixer, self._epsilon, self._seen = mixer, layer.norms.epsilon, seen
+        frequencies = torch.from_numpy(spec.ropes[mixer.rope].inverse_frequencies(mixer.head_dim)).to(device)
+        angles_TD = torch.outer(torch.arange(tokens, device=device), frequencies).repeat(1, 2)
+        self._cos_TD, self._sin_TD = angles_TD.cos(), angles_TD.sin()
+        self._mask_TT: Tensor | None = None
+        if mixer.window is not None and mixer.window < tokens:
+            every_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
+            self._mask_TT = every_TT.tril().triu(1 - mixer.window)
+
+    def pack(self, weight: Stored, bias_O: Tensor | None) -> Product:
+        """Return a weight ready to multiply in float32."""
+        return Product(weight, weight.dense(torch.float32), bias_O)
+
+    def pack_head(self, weight_VE: Stored) -> Product:
+        """Return the output head ready to multiply in float32."""
+        return self.pack(weight_VE, None)
+
+    def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
+        """Return the embeddings as they are."""
+        return x_NE
+
+    def linear(self, x_NI: Tensor, packed: Product, layer: int, site: str) -> Tensor:
+        """Return x W^T + b."""
+        self._seen(packed.weight, x_NI)
+        return functional.linear(x_NI, packed.dense_OI, packed.bias_O)
+
+    def logits(self, x_SE: Tensor, head: Product) -> Tensor:
+        """Return x W^T of the output head."""
+        return self.linear(x_SE, head, -1, "head")
+
+    def summed(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return the stream's sum, twice."""
+        total_NE = stream.x_NE if stream.total_NE is None else stream.total_NE + stream.x_NE
+        return total_NE, total_NE
+
+    def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the RMS norm of the stream's sum, and the sum."""
+        total_NE, _ = self.summed(stream)
+        return self._rms(total_NE, norm_E), total_NE
+
+    def attend(
+        self,
+        stream: Stream,
+        norm_E: Tensor,
+        qkv: Product,
+        head_norms: HeadNorms | None,
+        step: int,
+        kv: None,
+        layer: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (the attention's values [N, H * D], the sum of the stream)."""
+        x_NE, total_NE = self.normed(stream, norm_E)
+        return self.attend_with(self.linear(x_NE, qkv, layer, "qkv"), head_norms, step, kv, layer), total_NE
+
+    def attend_with(self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: int, kv: None, layer: int) -> Tensor:
+        """Return the attention's values [N, H * D] from queries, keys and values side by side."""
+        heads, kv_heads, size = self._mixer.heads, self._mixer.kv_heads, self._mixer.head_dim
+        all_SXTD = qkv_NX.view(-1, step, heads + 2 * kv_heads, size).transpose(1, 2)
+        q_SHTD, k_SKTD, v_SKTD = all_SXTD.split([heads, kv_heads, kv_heads], dim=1)
+        if head_norms is not None:
+            q_SHTD, k_SKTD = self._rms(q_SHTD, head_norms.q_D), self._rms(k_SKTD, head_norms.k_D)
+        o_SHTD = functional.scaled_dot_product_attention(
+            self._rotated(q_SHTD),
+            self._rotated(k_SKTD),
+            v_SKTD,
+            attn_mask=self._mask_TT,
+            is_causal=self._mask_TT is None,
+            scale=self._mixer.scale,
+            enable_gqa=heads != kv_heads,
+        )
+        return o_SHTD.transpose(1, 2).reshape(-1, heads * size)
+
+    def feed(self, stream: Stream, norm_E: Tensor, gate_up: Product, layer: int) -> tuple[Tensor, Tensor]:
+        """Return (silu(gate) * up, the sum of the stream)."""
+        x_NE, total_NE = self.normed(stream, norm_E)
+        gate_NF, up_NF = self.linear(x_NE, gate_up, layer, "gate_up").chunk(2, dim=1)
+        return functional.silu(gate_NF).mul_(up_NF), total_NE
+
+    def add(
+        self, x_NI: Tensor, packed: Product, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
+    ) -> Stream:
+        """Return the stream with x W^T + b added."""
+        return Stream(self.linear(x_NI, packed, layer, site), total_NE)
+
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self._epsilon).rsqrt() * weight
+
+    def _rotated(self, x_SXTD: Tensor) -> Tensor:
+        first, second = x_SXTD.chunk(2, dim=-1)
+        return x_SXTD * self._cos_TD + torch.cat((-second, first), dim=-1) * self._sin_TD

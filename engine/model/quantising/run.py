@@ -1,0 +1,287 @@
+"""`quantise_folder`: writes a quantised copy of a model folder, tensor by tensor; goes on where an earlier run stopped.
+
+selected.py decides what is quantised, compressed.py how it is stored, calibrated.py finds the codes where there is
+data, and partial.py keeps a half-written copy apart. Without data one matrix is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.engine.errors import HeadraceError, InvalidParams
+from headrace.engine.model.checkpoint.inventory import Inventory
+from headrace.engine.model.checkpoint.parameters import FileMaker
+from headrace.engine.model.checkpoint.plan import all_parts
+from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.families.registry import from_hf
+from headrace.engine.model.quantising.calibrated import Calibration
+from headrace.engine.model.quantising.compressed import TensorSpec, encoded, quantization_config, tensor_specs
+from headrace.engine.model.quantising.files import copy_others, digests, read_plain_config, write_config
+from headrace.engine.model.quantising.partial import Partial
+from headrace.engine.model.quantising.read_back import WrittenModules
+from headrace.engine.model.quantising.selected import Module, Selection, select
+from headrace.engine.model.quantising.shards import Shards, index, lay_out
+from headrace.engine.model.roles import Fused
+from headrace.engine.model.spec import DecoderSpec
+from headrace.ops.formats import Stored
+from headrace.ops.quantise import Method, quantise
+
+__all__ = ["SHARD_BYTES", "Report", "Watcher", "quantise_folder"]
+
+SHARD_BYTES = 4 << 30
+"""Most bytes of tensors in a file, unless one tensor has more."""
+_BLOCK_ELEMENTS = 1 << 24
+_DIGITS = re.compile(r"(\d+)")
+_INDEX = "model.safetensors.index.json"
+
+
+class Watcher(Protocol):
+    """Protocol of what is told how far a copy is."""
+
+    def advance(self, doing: str, done: int, total: int) -> None:
+        """Take the tensor or module that is on the disk now, the bytes of the model that are done, and all of them."""
+        ...
+
+    def note(self, line: str) -> None:
+        """Take a line that a person should read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a finished copy is."""
+
+    out: Path
+    before: int
+    """Bytes of the model's tensors."""
+    after: int
+    """Bytes of the copy's tensors."""
+    quantised: int
+    """Number of linear layers that are quantised."""
+    dense: Mapping[str, int]
+    """Bytes that stay as they were, by what they are: embeddings, norms and so on."""
+
+
+def quantise_folder(
+    model: Path,
+    out: Path,
+    method: Method,
+    watcher: Watcher,
+    *,
+    head: bool = False,
+    ids_ST: Tensor | None = None,
+    device: torch.device | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Report:
+    """Write the model folder `model` as a compressed-tensors folder `out`.
+
+    Args:
+        model: A folder with safetensors of a decoder in bfloat16, float16 or float32.
+        out: The folder to be, which is new or empty. It appears when it is whole.
+        method: The way to quantise.
+        watcher: Told how far the copy is.
+        head: Whether to quantise the output head as well.
+        ids_ST: Sequences of token ids, int64, to calibrate with; None to quantise by the weights alone.
+        device: The device that quantises; None for the CPU.
+        shard_bytes: Most bytes of tensors in a file.
+
+    Raises:
+        InvalidParams: An option does not fit the model, or `out` is taken.
+        ModelRejected: The model's files are missing, damaged, quantised already or of an unknown family.
+        HeadraceError: A file cannot be written; the message says what to do.
+    """
+    config = read_plain_config(model)
+    spec = from_hf(config)
+    if out.resolve().is_relative_to(model.resolve()):
+        _refuse("out", str(out), "a folder outside the model's", "lies in the model's folder")
+    try:
+        with SafetensorsFolder(model) as files:
+            inventory = Inventory(files, spec)
+            selection = _selected(spec, inventory, method, head, ids_ST)
+            for name, reason in selection.ignored.items():
+                if "groups" in reason:
+                    watcher.note(f"{name} is not quantised: {reason}")
+            tensors = _tensors(files, selection)
+            arguments = _arguments(model, selection, head, ids_ST, shard_bytes, device)
+            copy = _Copy(files, inventory, spec, selection, watcher, device or torch.device("cpu"))
+            with Partial(out, arguments) as written:
+                shards = lay_out(tensors, shard_bytes)
+                _check_room(written, sum(shard.size for shard in shards))
+                with Shards(written.folder, shards) as opened:
+                    write_config(written.folder, config, quantization_config(selection))
+                    if (text := index(shards, tensors)) is not None:
+                        (written.folder / _INDEX).write_bytes(text)
+                    copy.write(written, opened, ids_ST)
+                copy_others(model, written.folder)
+                written.finish()
+            after = sum(shape.numel() * dtype.itemsize for dtype, shape in map(_sized, tensors.values()))
+            return Report(out, sum(map(files.nbytes, files.shapes)), after, len(selection.modules), copy.dense())
+    except OSError as error:
+        what = f"{error.strerror or error}, at {error.filename or out}"
+        raise HeadraceError(f"{out} was not written ({what}); set that right and repeat the command to go on") from error
+
+
+def _sized(spec: TensorSpec) -> tuple[torch.dtype, torch.Size]:
+    return spec[0], torch.Size(spec[1])
+
+
+class _Copy:
+    """The writing of one copy."""
+
+    def __init__(
+        self,
+        files: SafetensorsFolder,
+        inventory: Inventory,
+        spec: DecoderSpec,
+        selection: Selection,
+        watcher: Watcher,
+        device: torch.device,
+    ) -> None:
+        empty = partial(torch.empty, device=device)
+        self._files, self._spec, self._selection, self._watcher = files, spec, selection, watcher
+        self._maker = FileMaker(
+            inventory, spec, lambda shape, dtype: empty(tuple(shape), dtype=dtype), torch.float32, device, False, None
+        )
+        self._total = sum(map(files.nbytes, files.shapes))
+        self._done = 0
+
+    def write(self, written: Partial, shards: Shards, ids_ST: Tensor | None) -> None:
+        """Write all tensors that an earlier run has not written."""
+        modules = self._selection.by_weight
+        for name in sorted(self._files.shapes, key=_natural):
+            module = modules.get(name)
+            if module is None and name not in written.done:
+                shards.write_blocks(name, (block for _, block in self._files.raw_blocks(name, _BLOCK_ELEMENTS)))
+                written.mark(name)
+            elif module is not None and ids_ST is None and module.name not in written.done:
+                self._keep(module, self._quantised(module), written, shards)
+                continue
+            elif module is not None and module.name not in written.done:
+                continue
+            self._advance(name)
+        if ids_ST is not None:
+            self._calibrate(written, shards, ids_ST)
+
+    def _calibrate(self, written: Partial, shards: Shards, ids_ST: Tensor) -> None:
+        if all(module.name in written.done for module in self._selection.modules):
+            return
+        before = WrittenModules(written.folder)
+        try:
+            Calibration(self._spec, self._maker, self._selection, ids_ST).run(
+                lambda module, weight: self._keep(module, weight, written, shards),
+                lambda module: before.read(module) if module.name in written.done else None,
+            )
+        finally:
+            before.close()
+
+    def _quantised(self, module: Module) -> Stored:
+        values_OI = self._maker.dense(Fused((module.part,), module.shape[1]))
+        self._maker.check_finite()
+        return quantise(Stored.from_dense(values_OI), self._selection.method)
+
+    def _keep(self, module: Module, weight: Stored, written: Partial, shards: Shards) -> None:
+        shards.write(encoded(module, weight.to(torch.device("cpu"))))
+        written.mark(module.name)
+        self._advance(module.weight)
+
+    def _advance(self, name: str) -> None:
+        self._done += self._files.nbytes(name)
+        self._watcher.advance(name.removesuffix(".weight"), self._done, self._total)
+
+    def dense(self) -> dict[str, int]:
+        """Return the bytes of the tensors that are copied, by what they are."""
+        kinds = {self._maker.names.of(part): _kind(part.role) for part, _ in all_parts(self._spec)}
+        found: Counter[str] = Counter()
+        for name in self._files.shapes:
+            if name not in self._selection.by_weight:
+                found[kinds.get(name, "others")] += self._files.nbytes(name)
+        return dict(found)
+
+
+def _kind(role: str) -> str:
+    if role.endswith(".bias"):
+        return "biases"
+    if "norm" in role:
+        return "norms"
+    return {"embedding.weight": "embeddings", "head.weight": "output head"}.get(role, "linear layers")
+
+
+def _natural(name: str) -> list[str | int]:
+    """Return a key that sorts names by their numbers: layer 2 before layer 10."""
+    return [int(piece) if piece.isdecimal() else piece for piece in _DIGITS.split(name)]
+
+
+def _selected(
+    spec: DecoderSpec, inventory: Inventory, method: Method, head: bool, ids_ST: Tensor | None
+) -> Selection:
+    if head and spec.tied_head:
+        _refuse("quantize_head", head, "a model with an output head of its own", "is not possible: the head is the table of embeddings")
+    selection = select(spec, inventory.names, method, head=head)
+    if not selection.modules:
+        _refuse("format", method, "another format, such as int8", "fits no linear layer: no number of inputs is a multiple of 32")
+    if ids_ST is None:
+        return selection
+    if method == "fp8":
+        _refuse("data", method, "int4 or int8", "is of no use for fp8, which needs no calibration: leave it out")
+    most = max(module.shape[1] for module in selection.modules)
+    if ids_ST.numel() < most:
+        told = f"is too short: {ids_ST.numel()} tokens for products of up to {most} inputs"
+        _refuse("data", ids_ST.numel(), f"at least {most} tokens; 65,536 are usual", told)
+    return selection
+
+
+def _tensors(files: SafetensorsFolder, selection: Selection) -> dict[str, TensorSpec]:
+    """Return the tensors of the copy, layer by layer."""
+    modules, found = selection.by_weight, dict[str, TensorSpec]()
+    for name in sorted(files.shapes, key=_natural):
+        found |= tensor_specs(modules[name]) if name in modules else {name: (files.dtype(name), files.shapes[name])}
+    return found
+
+
+def _arguments(
+    model: Path,
+    selection: Selection,
+    head: bool,
+    ids_ST: Tensor | None,
+    shard_bytes: int,
+    device: torch.device | None,
+) -> dict[str, object]:
+    """Return everything that decides the bytes of the copy."""
+    data = None
+    if ids_ST is not None:
+        data = f"{list(ids_ST.shape)} {hashlib.blake2b(ids_ST.numpy().tobytes()).hexdigest()}"
+    return {
+        "headrace": version("headrace"),
+        "torch": torch.__version__,
+        "format": selection.method,
+        "quantize_head": head,
+        "data": data,
+        "device": "cpu" if device is None else str(device),
+        "shard_bytes": shard_bytes,
+        "model": digests(model),
+    }
+
+
+def _check_room(written: Partial, wanted: int) -> None:
+    """Refuse a disk that has no room for the copy, before hours of calibration."""
+    there = sum(path.stat().st_blocks * 512 for path in written.folder.iterdir() if path.is_file())
+    free = shutil.disk_usage(written.folder).free
+    if wanted - there > free:
+        told = f"lies on a disk with {free:,} bytes free; the copy takes {wanted - there:,}"
+        _refuse("out", str(written.folder), "a disk with more room", told)
+
+
+def _refuse(field: str, value: object, limit: str, told: str) -> NoReturn:
+    raise InvalidParams(f"{field}: {told}; wanted: {limit}", field=field, value=value, limit=limit)

@@ -1,0 +1,89 @@
+"""`select`: decides which matrices of a decoder are quantised, and in which format; never reads or writes a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from headrace.engine.model.checkpoint.plan import layer_plan, top_plan
+from headrace.engine.model.roles import Fused, Names, Part
+from headrace.engine.model.spec import DecoderSpec
+from headrace.ops.quantise import GROUPS, Method, format_for
+from headrace.ops.quantised import Fp8, IntGroups
+
+__all__ = ["Module", "Selection", "select"]
+
+_NEVER = "router"
+"""Role of the matrix that chooses experts, which is small and decides much."""
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A linear layer whose weight is quantised."""
+
+    name: str
+    """Name in the checkpoint, such as `model.layers.0.mlp.up_proj`."""
+    part: Part
+    shape: tuple[int, int]
+    """Outputs and inputs."""
+    format: Fp8 | IntGroups
+
+    @property
+    def weight(self) -> str:
+        """Name of the tensor that holds the weight in the checkpoint that is read."""
+        return self.name + _WEIGHT
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a way to quantise does with the linear layers of a model."""
+
+    method: Method
+    modules: tuple[Module, ...]
+    """Modules that are quantised, in the order of the layers."""
+    ignored: Mapping[str, str]
+    """Linear modules that are not quantised, each with the reason."""
+
+    @property
+    def by_weight(self) -> Mapping[str, Module]:
+        """The quantised modules by the name of their weight."""
+        return {module.weight: module for module in self.modules}
+
+
+def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool) -> Selection:
+    """Return which linear layers of a decoder are quantised: all within the layers but routers.
+
+    Norms, embeddings and a head that is the table of embeddings never are.
+
+    Args:
+        spec: The shape of the model.
+        names: Names of the tensors in the checkpoint.
+        method: The way to quantise.
+        head: Whether to quantise the output head.
+    """
+    modules, ignored = [], {}
+    for fused, is_head in _matrices(spec):
+        for part in fused.parts:
+            name, size_in = names.of(part).removesuffix(_WEIGHT), fused.shape[1]
+            format = format_for(method, size_in)
+            if is_head and not head:
+                ignored[name] = "the output head"
+            elif part.role.startswith(_NEVER):
+                ignored[name] = "a router"
+            elif format is None:
+                ignored[name] = f"{size_in} inputs are no whole groups of {', '.join(map(str, GROUPS))}"
+            else:
+                modules.append(Module(name, part, (part.rows, size_in), format))
+    if spec.tied_head and spec.has_head:
+        ignored[names.of(Part("head.weight", 0)).removesuffix(_WEIGHT)] = "the table of embeddings"
+    return Selection(method, tuple(modules), ignored)
+
+
+def _matrices(spec: DecoderSpec) -> Iterator[tuple[Fused, bool]]:
+    """Yield the matrices of the linear layers, each with whether it is the output head."""
+    for layer in range(spec.num_layers):
+        for plan in layer_plan(spec, layer):
+            yield from ((fused, False) for fused in plan.values() if fused.columns is not None)
+    if not spec.tied_head:
+        yield top_plan(spec)["head"], True
