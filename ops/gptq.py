@@ -39,7 +39,7 @@ class Hessian:
         self.sum_II.addmm_(x_NI.T, x_NI)
 
 
-def gptq(weight: Stored, hessian: Hessian, method: Literal["int8", "int4"]) -> Stored:
+def gptq(weight: Stored, hessian: Hessian, method: Literal["int8", "int4"], *, symmetric: bool = False) -> Stored:
     """Return a dense matrix [out, in] quantised, on its own device, so that its products with the inputs change little.
 
     The format, the scales and the zero points are those of `quantise`; only the codes are others. So a matrix whose
@@ -48,7 +48,7 @@ def gptq(weight: Stored, hessian: Hessian, method: Literal["int8", "int4"]) -> S
     Raises:
         ValueError: The Hessian is not finite.
     """
-    start = quantise(weight, method)
+    start = quantise(weight, method, symmetric=symmetric)
     if not isinstance(start.format, IntGroups):
         return start
     order_I = hessian.sum_II.diagonal().argsort(descending=True, stable=True)

@@ -31,15 +31,16 @@ _BITS: Final = 8
 _STEPS = 20
 _NORM = 0.7
 _SHARPNESS, _SHARPER = 10.0, 1.01
-_BLOCK_ELEMENTS = 1 << 24
+_CPU_BLOCK_ELEMENTS = 1 << 17  # which a core caches
+_DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
-def quantise(weight: Stored, method: Method) -> Stored:
+def quantise(weight: Stored, method: Method, *, symmetric: bool = False) -> Stored:
     """Return a dense matrix [out, in] quantised, on its own device; it stays dense if its inputs are no whole groups.
 
-    `weight` has the format `Dense`.
+    `weight` has the format `Dense`. With `symmetric` groups of 4-bit integers have no zero points.
     """
-    values_OI, format = weight.parts["values"], format_for(method, weight.shape[-1])
+    values_OI, format = weight.parts["values"], format_for(method, weight.shape[-1], symmetric=symmetric)
     if format is None:
         return weight
     if values_OI.is_meta:  # has a format and a shape alone
@@ -49,18 +50,19 @@ def quantise(weight: Stored, method: Method) -> Stored:
     return _int8(values_OI, format) if format.bits == _BITS else _int4(values_OI, format)
 
 
-def format_for(method: Method, size_in: int) -> Fp8 | IntGroups | None:
+def format_for(method: Method, size_in: int, *, symmetric: bool = False) -> Fp8 | IntGroups | None:
     """Return the format of a quantised matrix with `size_in` inputs; None if they are no whole groups."""
     if method == "fp8":
         return Fp8()
     if method == "int8":
         return IntGroups(_BITS, None, scale=torch.float32)
     group = next((size for size in GROUPS if size_in % size == 0), None)
-    return None if group is None else IntGroups(4, group, zeros=True, scale=torch.float16)
+    return None if group is None else IntGroups(4, group, zeros=not symmetric, scale=torch.float16)
 
 
 def _blocks(values_OI: Tensor) -> list[slice]:
-    rows = max(_BLOCK_ELEMENTS // values_OI.shape[1], 1)
+    elements = _CPU_BLOCK_ELEMENTS if values_OI.device.type == "cpu" else _DEVICE_BLOCK_ELEMENTS
+    rows = max(elements // values_OI.shape[1], 1)
     return [slice(first, first + rows) for first in range(0, len(values_OI), rows)]
 
 
@@ -96,18 +98,23 @@ def _int4(values_OI: Tensor, format: IntGroups) -> Stored:
         format, (outs, ins), lambda shape, dtype: torch.empty(shape, dtype=dtype, device=values_OI.device)
     )
     for rows in _blocks(values_OI):
-        codes, scale, zero = _half_quadratic(values_OI[rows].float().view(-1, ins // group, group))
+        codes, scale, zero = _half_quadratic(values_OI[rows].float().view(-1, ins // group, group), format.zeros)
         whole.parts["values"][rows] = pack_nibbles(codes.view(-1, ins))
         whole.parts["scale"][rows] = scale
-        whole.parts["zero"][rows] = zero
+        if format.zeros:
+            whole.parts["zero"][rows] = zero
     return whole
 
 
-def _half_quadratic(values_OGg: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (codes uint8 [O, G, g], float16 scales [O, G], zero points uint8 [O, G]) of the smallest error found."""
+def _half_quadratic(values_OGg: Tensor, has_zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (codes uint8 [O, G, g], float16 scales [O, G], zero points uint8 [O, G]) of the smallest error found.
+
+    All zero points are 8 unless the groups have their own.
+    """
     low, high = values_OGg.amin(-1, keepdim=True).clamp_(max=0), values_OGg.amax(-1, keepdim=True).clamp_(min=0)
-    scale = ((high - low) / 15).clamp_(min=6.2e-5)  # the smallest normal float16
-    zero = (-low / scale).round_().clamp_(0, 15)
+    widest = (high - low) / 15 if has_zeros else torch.maximum(high / 7, low / -8)
+    scale = widest.clamp_(min=6.2e-5)  # the smallest normal float16
+    zero = (-low / scale).round_().clamp_(0, 15) if has_zeros else torch.full_like(scale, 8.0)
     best = _rounded(values_OGg, scale, zero)
     sharpness = _SHARPNESS
     for _ in range(_STEPS):
@@ -117,7 +124,8 @@ def _half_quadratic(values_OGg: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         centred = codes - found_zero
         squares = centred.square().sum(-1, keepdim=True)
         scale = torch.where(squares > 0, (wanted * centred).sum(-1, keepdim=True) / squares, kept).clamp_(min=6.2e-5)
-        zero = (codes - wanted / scale).mean(-1, keepdim=True).round_().clamp_(0, 15)
+        if has_zeros:
+            zero = (codes - wanted / scale).mean(-1, keepdim=True).round_().clamp_(0, 15)
         sharpness *= _SHARPER
         tried = _rounded(values_OGg, scale, zero)
         is_better = tried.error < best.error

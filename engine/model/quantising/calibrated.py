@@ -51,6 +51,7 @@ class Calibration:
         """
         assert selection.method != "fp8"
         self._method: Literal["int8", "int4"] = selection.method
+        self._symmetric = selection.symmetric
         self._spec, self._maker, self._by_weight = spec, maker, selection.by_weight
         self._tokens = ids_ST.shape[1]
         (table,) = top_plan(spec)["embedding_VE"].parts
@@ -123,7 +124,7 @@ class Calibration:
 
     def _rounded(self, module: Module, values_OI: Tensor, hessian: Hessian) -> Stored:
         try:
-            return gptq(Stored.from_dense(values_OI), hessian, self._method)
+            return gptq(Stored.from_dense(values_OI), hessian, self._method, symmetric=self._symmetric)
         except ValueError as error:
             message = f"model: the inputs of {module.name} are not finite for the calibration data"
             raise ModelRejected(message, field=module.weight, limit="finite activations") from error

@@ -81,6 +81,7 @@ def quantise_folder(
     watcher: Watcher,
     *,
     head: bool = False,
+    symmetric: bool = False,
     ids_ST: Tensor | None = None,
     device: torch.device | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -93,6 +94,7 @@ def quantise_folder(
         method: The way to quantise.
         watcher: Told how far the copy is.
         head: Whether to quantise the output head as well.
+        symmetric: Whether groups of 4-bit integers have no zero points.
         ids_ST: Sequences of token ids, int64, to calibrate with; None to quantise by the weights alone.
         device: The device that quantises; None for the CPU.
         shard_bytes: Most bytes of tensors in a file.
@@ -109,7 +111,7 @@ def quantise_folder(
     try:
         with SafetensorsFolder(model) as files:
             inventory = Inventory(files, spec)
-            selection = _selected(spec, inventory, method, head, ids_ST)
+            selection = _selected(spec, inventory, method, head, symmetric, ids_ST)
             for name, reason in selection.ignored.items():
                 if "groups" in reason:
                     watcher.note(f"{name} is not quantised: {reason}")
@@ -189,7 +191,7 @@ class _Copy:
     def _quantised(self, module: Module) -> Stored:
         values_OI = self._maker.dense(Fused((module.part,), module.shape[1]))
         self._maker.check_finite()
-        return quantise(Stored.from_dense(values_OI), self._selection.method)
+        return quantise(Stored.from_dense(values_OI), self._selection.method, symmetric=self._selection.symmetric)
 
     def _keep(self, module: Module, weight: Stored, written: Partial, shards: Shards) -> None:
         shards.write(encoded(module, weight.to(torch.device("cpu"))))
@@ -224,11 +226,11 @@ def _natural(name: str) -> list[str | int]:
 
 
 def _selected(
-    spec: DecoderSpec, inventory: Inventory, method: Method, head: bool, ids_ST: Tensor | None
+    spec: DecoderSpec, inventory: Inventory, method: Method, head: bool, symmetric: bool, ids_ST: Tensor | None
 ) -> Selection:
     if head and spec.tied_head:
         _refuse("quantize_head", head, "a model with an output head of its own", "is not possible: the head is the table of embeddings")
-    selection = select(spec, inventory.names, method, head=head)
+    selection = select(spec, inventory.names, method, head=head, symmetric=symmetric)
     if not selection.modules:
         _refuse("format", method, "another format, such as int8", "fits no linear layer: no number of inputs is a multiple of 32")
     if ids_ST is None:
@@ -266,6 +268,7 @@ def _arguments(
         "headrace": version("headrace"),
         "torch": torch.__version__,
         "format": selection.method,
+        "symmetric": selection.symmetric,
         "quantize_head": head,
         "data": data,
         "device": "cpu" if device is None else str(device),

@@ -40,6 +40,8 @@ class Selection:
     """What a way to quantise does with the linear layers of a model."""
 
     method: Method
+    symmetric: bool
+    """Whether groups of 4-bit integers have no zero points."""
     modules: tuple[Module, ...]
     """Modules that are quantised, in the order of the layers."""
     ignored: Mapping[str, str]
@@ -51,7 +53,7 @@ class Selection:
         return {module.weight: module for module in self.modules}
 
 
-def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool) -> Selection:
+def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symmetric: bool) -> Selection:
     """Return which linear layers of a decoder are quantised: all within the layers but routers.
 
     Norms, embeddings and a head that is the table of embeddings never are.
@@ -61,12 +63,13 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool) -> Se
         names: Names of the tensors in the checkpoint.
         method: The way to quantise.
         head: Whether to quantise the output head.
+        symmetric: Whether groups of 4-bit integers have no zero points.
     """
     modules, ignored = [], {}
     for fused, is_head in _matrices(spec):
         for part in fused.parts:
             name, size_in = names.of(part).removesuffix(_WEIGHT), fused.shape[1]
-            format = format_for(method, size_in)
+            format = format_for(method, size_in, symmetric=symmetric)
             if is_head and not head:
                 ignored[name] = "the output head"
             elif part.role.startswith(_NEVER):
@@ -77,7 +80,7 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool) -> Se
                 modules.append(Module(name, part, (part.rows, size_in), format))
     if spec.tied_head and spec.has_head:
         ignored[names.of(Part("head.weight", 0)).removesuffix(_WEIGHT)] = "the table of embeddings"
-    return Selection(method, tuple(modules), ignored)
+    return Selection(method, symmetric, tuple(modules), ignored)
 
 
 def _matrices(spec: DecoderSpec) -> Iterator[tuple[Fused, bool]]:
