@@ -24,6 +24,7 @@ from headrace.server.commands.bench import bench
 from headrace.server.commands.flags import AnsweringCommand, flags_named
 from headrace.server.commands.inspecting import inspect
 from headrace.server.commands.kernels import kernels
+from headrace.server.commands.quantize import quantize
 from headrace.server.commands.serve import serve
 
 __all__ = ["app", "main"]
@@ -38,6 +39,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(kernels, name="kernels")
 app.command(cls=AnsweringCommand)(serve)
 app.command(cls=AnsweringCommand)(inspect)
+app.command(cls=AnsweringCommand)(quantize)
 
 TemperatureOption = Annotated[
     float, typer.Option(help="Temperature of sampling; 0 takes the likeliest token.", min=0.0, max=2.0)

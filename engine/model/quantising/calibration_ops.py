@@ -33,7 +33,12 @@ class CalibrationOps:
     """The operations of one layer; a step is the number of tokens of each of its sequences, which lie end to end."""
 
     def __init__(
-        self, spec: DecoderSpec, layer: LayerSpec, tokens: int, seen: Callable[[Stored, Tensor], None], device: torch.device
+        self,
+        spec: DecoderSpec,
+        layer: LayerSpec,
+        tokens: int,
+        seen: Callable[[Stored, Tensor], None],
+        device: torch.device,
     ) -> None:
         """Prepare for sequences of `tokens` tokens.
 

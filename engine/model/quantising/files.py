@@ -17,7 +17,20 @@ __all__ = ["copy_others", "digests", "read_plain_config", "write_config"]
 
 _CONFIG: Final = "config.json"
 _WEIGHTS: Final = frozenset(
-    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".npz", ".tflite")
+    (
+        ".safetensors",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".gguf",
+        ".h5",
+        ".msgpack",
+        ".onnx",
+        ".onnx_data",
+        ".npz",
+        ".tflite",
+    )
 )
 _INDEX: Final = ".index.json"
 

@@ -116,7 +116,9 @@ class Partial:
             os.rename(self.folder, self._out)
         except OSError as error:
             if self._out.exists():
-                raise _refusal(self._out, f"{self._out} has been filled meanwhile; the copy is {self.folder}") from error
+                raise _refusal(
+                    self._out, f"{self._out} has been filled meanwhile; the copy is {self.folder}"
+                ) from error
             raise
         _synced(self._out.parent)
         self.close()

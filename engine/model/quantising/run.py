@@ -24,7 +24,7 @@ from headrace.engine.errors import HeadraceError, InvalidParams
 from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.parameters import FileMaker
 from headrace.engine.model.checkpoint.plan import all_parts
-from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.checkpoint.safetensors import INDEX_FILE, SafetensorsFolder
 from headrace.engine.model.families.registry import from_hf
 from headrace.engine.model.quantising.calibrated import Calibration
 from headrace.engine.model.quantising.compressed import TensorSpec, encoded, quantization_config, tensor_specs
@@ -44,7 +44,6 @@ SHARD_BYTES = 4 << 30
 """Most bytes of tensors in a file, unless one tensor has more."""
 _BLOCK_ELEMENTS = 1 << 24
 _DIGITS = re.compile(r"(\d+)")
-_INDEX = "model.safetensors.index.json"
 
 
 class Watcher(Protocol):
@@ -124,7 +123,7 @@ def quantise_folder(
                 with Shards(written.folder, shards) as opened:
                     write_config(written.folder, config, quantization_config(selection))
                     if (text := index(shards, tensors)) is not None:
-                        (written.folder / _INDEX).write_bytes(text)
+                        (written.folder / INDEX_FILE).write_bytes(text)
                     copy.write(written, opened, ids_ST)
                 copy_others(model, written.folder)
                 written.finish()
@@ -132,7 +131,9 @@ def quantise_folder(
             return Report(out, sum(map(files.nbytes, files.shapes)), after, len(selection.modules), copy.dense())
     except OSError as error:
         what = f"{error.strerror or error}, at {error.filename or out}"
-        raise HeadraceError(f"{out} was not written ({what}); set that right and repeat the command to go on") from error
+        raise HeadraceError(
+            f"{out} was not written ({what}); set that right and repeat the command to go on"
+        ) from error
 
 
 def _sized(spec: TensorSpec) -> tuple[torch.dtype, torch.Size]:
@@ -229,10 +230,20 @@ def _selected(
     spec: DecoderSpec, inventory: Inventory, method: Method, head: bool, symmetric: bool, ids_ST: Tensor | None
 ) -> Selection:
     if head and spec.tied_head:
-        _refuse("quantize_head", head, "a model with an output head of its own", "is not possible: the head is the table of embeddings")
+        _refuse(
+            "quantize_head",
+            head,
+            "a model with an output head of its own",
+            "is not possible: the head is the table of embeddings",
+        )
     selection = select(spec, inventory.names, method, head=head, symmetric=symmetric)
     if not selection.modules:
-        _refuse("format", method, "another format, such as int8", "fits no linear layer: no number of inputs is a multiple of 32")
+        _refuse(
+            "format",
+            method,
+            "another format, such as int8",
+            "fits no linear layer: no number of inputs is a multiple of 32",
+        )
     if ids_ST is None:
         return selection
     if method == "fp8":

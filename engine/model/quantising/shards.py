@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from headrace.engine.model.checkpoint.safetensors import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE
+from headrace.engine.model.checkpoint.safetensors import DTYPE_NAMES, SINGLE_FILE
 from headrace.engine.model.quantising.compressed import TensorSpec
 
 __all__ = ["Shard", "Shards", "index", "lay_out"]
