@@ -146,10 +146,13 @@ class _Bar:
 def _print(report: Report, name: str) -> None:
     console = Console()
     share = 100 * report.after / report.before
+    largest_first = sorted(report.dense.items(), key=lambda item: -item[1])
     lines = [
         f"{name}: {decimal(report.before)} before, {decimal(report.after)} after ({share:.0f} %), in {report.out}",
         f"{report.quantised} linear layers are quantised; as they were: "
-        + ", ".join(f"{what} ({decimal(size)})" for what, size in report.dense.items()),
+        + ", ".join(
+            f"{what} ({decimal(size)})" for what, size in sorted(report.dense.items(), key=lambda item: -item[1])
+        ),
     ]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,353 @@
+"""Quantised copies: the weights that an engine would make itself, or better ones by data, whatever interrupts a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantised_checkpoints
+import torch
+import transformers
+from quantising import Told, contents, copied, dense_folder, sequences
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headrace.engine import InvalidParams, ModelRejected
+from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
+from headrace.engine.model.families.hf import HF_NAMES
+from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.quantising.selected import select
+from headrace.engine.model.roles import Fused, matrix
+from headrace.engine.model.spec import Attention, DenseFeed, FeedSpec, LayerSpec, Norms
+from headrace.ops.formats import Dense, Stored
+from headrace.ops.gptq import Hessian, gptq
+from headrace.ops.quantise import Method
+
+METHODS: list[Method] = ["fp8", "int8", "int4"]
+
+
+def load(folder: Path, *, quantize: Method | None = None) -> DecoderWeights:
+    spec = from_hf(read_hf_config(folder))
+    return load_weights(folder, spec, dtype=torch.float32, device="cpu", keep_packed=True, quantize=quantize)
+
+
+def matrices(weights: DecoderWeights) -> dict[str, Stored]:
+    found = {"head": weights.head}
+    for number in range(len(weights.layers)):
+        layer = weights.layers[number]
+        for sublayer in (layer.mixer, layer.feed):
+            found |= {f"{number} {name}": each for name, each in sublayer.matrices.items()}
+    return found
+
+
+def check_equal(found: DecoderWeights, wanted: DecoderWeights) -> None:
+    """Assert that all parameters are equal in format and bits."""
+    assert torch.equal(found.embedding_VE, wanted.embedding_VE) and torch.equal(found.final_norm_E, wanted.final_norm_E)
+    pairs = [(matrices(found)[name], each) for name, each in matrices(wanted).items()]
+    for one, other in pairs:
+        assert one.format == other.format
+        assert all(torch.equal(one.parts[part], other.parts[part]) for part in other.parts)
+    for number in range(len(wanted.layers)):
+        for one, other in zip(vectors(found, number), vectors(wanted, number), strict=True):
+            assert torch.equal(one, other)
+
+
+def vectors(weights: DecoderWeights, number: int) -> list[Tensor]:
+    layer = weights.layers[number]
+    return [*layer.mixer.vectors.values(), *layer.feed.vectors.values()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dense_folder(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float16, {"intermediate_size": 256, "tie_word_embeddings": True}),
+        (torch.float32, {"intermediate_size": 176, "attention_bias": True}),
+    ],
+    ids=["one size of groups", "two sizes of groups", "inputs that are no whole groups"],
+)
+def test_weights_are_those_that_an_engine_makes(
+    method: Method, dtype: torch.dtype, changes: Mapping[str, Any], tmp_path: Path
+) -> None:
+    folder = dense_folder(tmp_path / "model", dtype, **changes)
+    told = Told()
+    report = copied(folder, tmp_path / "out", method, told)
+    check_equal(load(tmp_path / "out"), load(folder, quantize=method))
+    odd = method == "int4" and changes.get("intermediate_size") == 176
+    left = [f"model.layers.{number}.mlp.down_proj" for number in range(2) if odd]
+    assert [line.split()[0] for line in told.lines] == left
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert sorted(config["quantization_config"]["ignore"]) == sorted(["lm_head", *left])
+    assert report.quantised == 14 - len(left) and report.after < report.before
+    assert told.shares[-1] == 1.0 and told.shares == sorted(told.shares)
+
+
+def test_a_copy_in_several_files_is_the_same_model(model: Path, tmp_path: Path) -> None:
+    copied(model, tmp_path / "one", "int4")
+    copied(model, tmp_path / "several", "int4", shard_bytes=100_000)
+    index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "several").glob("*.safetensors"))
+    assert len(files) > 3 and sorted(set(index["weight_map"].values())) == files
+    check_equal(load(tmp_path / "several"), load(tmp_path / "one"))
+    sizes = [path.stat().st_size for path in (tmp_path / "several").glob("*.safetensors")]
+    assert max(sizes) < 120_000
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "several" / file, "pt") as opened:
+            assert name in opened.keys()
+
+
+def test_everything_beside_the_weights_is_copied(model: Path, tmp_path: Path) -> None:
+    copied(model, tmp_path / "out", "int8")
+    for name in ("tokenizer.json", "generation_config.json", "LICENSE"):
+        assert (tmp_path / "out" / name).read_bytes() == (model / name).read_bytes()
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "out"))
+    assert after.pop("quantization_config")["quant_method"] == "compressed-tensors"
+    assert after == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    assert not (tmp_path / "out" / "onnx").exists()
+
+
+def test_a_head_is_quantised_if_asked_for(model: Path, tmp_path: Path) -> None:
+    copied(model, tmp_path / "out", "int8", head=True)
+    assert isinstance(load(model).head.format, Dense)
+    assert load(tmp_path / "out").head.format.name == "int8"
+    copied(model, tmp_path / "calibrated", "int4", head=True, ids_ST=sequences())
+    assert load(tmp_path / "calibrated").head.format.name == "int4-g64-zeros"
+
+
+class _Experts(FeedSpec):
+    """A feed with a router."""
+
+    def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
+        return {**DenseFeed(64).parameters(hidden_size), "router": matrix(hidden_size, router=2)}
+
+
+def test_routers_and_tables_of_embeddings_are_never_quantised(model: Path) -> None:
+    spec = from_hf(read_hf_config(model))
+    layer = LayerSpec(Attention(2, 1, 32), _Experts(), Norms(1e-5))
+    names = replace(HF_NAMES, roles={**HF_NAMES.roles, "router": "mlp.router"})
+    found = select(replace(spec, layers=(layer,), tied_head=True), names, "int8", head=False, symmetric=False)
+    assert found.ignored == {"model.layers.0.mlp.router": "a router", "lm_head": "the table of embeddings"}
+    assert [module.name.rpartition(".")[2] for module in found.modules] == [
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+
+
+# --- data
+
+
+def test_codes_come_from_the_inputs_that_transformers_sees(model: Path, tmp_path: Path) -> None:
+    """In the second layer, those behind the quantised first one."""
+    ids_ST = sequences()
+    copied(model, tmp_path / "out", "int4", ids_ST=ids_ST)
+    made = matrices(load(tmp_path / "out"))
+    reference = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    sizes = {"qkv": [192, 64, 64], "gate_up": [320, 320], "o": [192], "down": [192]}
+    for number, layer in enumerate(reference.model.layers):
+        modules = {
+            "qkv": [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
+            "o": [layer.self_attn.o_proj],
+            "gate_up": [layer.mlp.gate_proj, layer.mlp.up_proj],
+            "down": [layer.mlp.down_proj],
+        }
+        for half in (("qkv", "o"), ("gate_up", "down")):
+            seen: dict[str, Tensor] = {}
+            hooks = [modules[name][0].register_forward_pre_hook(partial(_keep, seen, name)) for name in half]
+            with torch.inference_mode():
+                reference(ids_ST)
+            for hook in hooks:
+                hook.remove()
+            for name in half:
+                hessian = Hessian(seen[name].shape[-1], torch.device("cpu"))
+                hessian.add(seen[name].flatten(0, 1))
+                for module, piece in zip(modules[name], made[f"{number} {name}"].split(sizes[name]), strict=True):
+                    wanted = gptq(Stored.from_dense(module.weight.detach()), hessian, "int4")
+                    for part in ("scale", "zero"):
+                        assert torch.equal(piece.parts[part], wanted.parts[part])
+                    # Sums in another order move a number across the middle between two codes now and then.
+                    assert (piece.parts["values"] == wanted.parts["values"]).float().mean() > 0.97, (number, name)
+                    with torch.no_grad():
+                        module.weight.copy_(piece.dense(torch.float32))
+
+
+def _keep(seen: dict[str, Tensor], name: str, _: object, given: tuple[Tensor, ...]) -> None:
+    seen[name] = given[0]
+
+
+def test_data_brings_a_model_closer_to_the_dense_one(model: Path, tmp_path: Path) -> None:
+    ids_ST = sequences(64, 40)
+    copied(model, tmp_path / "rounded", "int4")
+    copied(model, tmp_path / "calibrated", "int4", ids_ST=ids_ST[:56])
+    dense = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        wanted = dense(ids_ST[56:]).logits
+        errors = []
+        for name in ("calibrated", "rounded"):
+            weights = load(tmp_path / name)
+            for number, layer in enumerate(dense.model.layers):
+                here = {each: stored.dense(torch.float32) for each, stored in matrices(weights).items()}
+                pieces = here[f"{number} qkv"].split([192, 64, 64]) + here[f"{number} gate_up"].chunk(2)
+                attention, feed = layer.self_attn, layer.mlp
+                targets = [attention.q_proj, attention.k_proj, attention.v_proj, feed.gate_proj, feed.up_proj]
+                for module, piece in zip(
+                    [*targets, attention.o_proj, feed.down_proj],
+                    [*pieces, here[f"{number} o"], here[f"{number} down"]],
+                    strict=True,
+                ):
+                    module.weight.copy_(piece)
+            errors.append(float((dense(ids_ST[56:]).logits - wanted).square().mean()))
+    assert errors[0] < 0.9 * errors[1]
+
+
+# --- interruption
+
+
+@pytest.mark.parametrize("data", [None, sequences()], ids=["without data", "with data"])
+@pytest.mark.parametrize("stop_after", [1, 4, 17, 21])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    model: Path, data: Tensor | None, stop_after: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"ids_ST": data, "shard_bytes": 300_000}
+    copied(model, tmp_path / "whole", "int4", **options)
+    with pytest.raises(KeyboardInterrupt):
+        copied(model, tmp_path / "out", "int4", Told(stop_after), **options)
+    assert not (tmp_path / "out").exists()
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes() + b'"model.layers.1.ml')  # a line that was cut off
+    _spoil(tmp_path / "out.partial" / "folder", journal)
+    again = Told()
+    copied(model, tmp_path / "out", "int4", again, **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def _spoil(folder: Path, journal: Path) -> None:
+    """Overwrite all tensors that are not done, as a run does that is killed while it writes one."""
+    done = {json.loads(line) for line in journal.read_text().splitlines()[1:-1]}
+    for path in folder.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:start]).items():
+            if name != "__metadata__" and not {name, name.rpartition(".")[0]} & done:
+                first, end = entry["data_offsets"]
+                data[start + first : start + end] = b"\xa5" * (end - first)
+        path.write_bytes(data)
+
+
+def test_what_is_done_is_not_done_again(model: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    for stop_after in (10, 11):
+        with pytest.raises(KeyboardInterrupt):
+            copied(model, tmp_path / "out", "int8", Told(stop_after))
+        names = journal.read_text().splitlines()[1:]
+        assert len(names) == len(set(names)) == stop_after
+
+
+def test_a_folder_of_other_arguments_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        copied(model, tmp_path / "out", "int8", Told(3))
+    before = contents(tmp_path)
+    with pytest.raises(InvalidParams, match=r"out: .*out\.partial was begun with format 'int8' and not 'int4'"):
+        copied(model, tmp_path / "out", "int4")
+    other = dense_folder(tmp_path.with_name(tmp_path.name + "other"), rms_norm_eps=1e-6)
+    with pytest.raises(InvalidParams, match="with another model"):
+        copied(other, tmp_path / "out", "int8")
+    assert contents(tmp_path) == before
+
+
+def test_folders_of_others_are_left_alone(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    with pytest.raises(InvalidParams, match=r"out: .*full is there already and not an empty folder"):
+        copied(model, tmp_path / "full", "int8")
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine").write_text("x")
+    with pytest.raises(InvalidParams, match=r"out\.partial is in the way"):
+        copied(model, tmp_path / "out", "int8")
+    with pytest.raises(InvalidParams, match="lies in the model's folder"):
+        copied(model, model / "out", "int8")
+    assert contents(tmp_path) == {"full/mine": b"x", "out.partial/mine": b"x"}
+    (tmp_path / "empty").mkdir()
+    copied(model, tmp_path / "empty", "int8")
+    assert (tmp_path / "empty" / "model.safetensors").exists()
+
+
+def test_two_runs_at_once_are_refused(model: Path, tmp_path: Path) -> None:
+    class Twice(Told):
+        def advance(self, doing: str, done: int, total: int) -> None:
+            if not self.done:
+                with pytest.raises(InvalidParams, match="another run is writing"):
+                    copied(model, tmp_path / "out", "int8")
+            super().advance(doing, done, total)
+
+    copied(model, tmp_path / "out", "int8", Twice())
+
+
+# --- bad input
+
+
+def test_models_that_cannot_be_quantised_are_refused(model: Path, tmp_path: Path) -> None:
+    quantised_checkpoints.write_checkpoint(tmp_path / "gptq", quantised_checkpoints.CASES["gptq"])
+    with pytest.raises(ModelRejected, match=r"gptq is quantised already \(config.json says gptq\)"):
+        copied(tmp_path / "gptq", tmp_path / "out", "int8")
+    (tmp_path / "small.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelRejected, match="is a GGUF file"):
+        copied(tmp_path / "small.gguf", tmp_path / "out", "int8")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "mamba").mkdir()
+    (tmp_path / "mamba" / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(ModelRejected, match="architectures .*LlamaForCausalLM"):
+        copied(tmp_path / "mamba", tmp_path / "out", "int8")
+    with pytest.raises(ModelRejected, match="is not there"):
+        copied(tmp_path / "nothing", tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelRejected, match=r"layers\.1\.mlp\.up_proj\.weight is not finite"):
+        copied(folder, tmp_path / "out", "int8")
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("int4", {"ids_ST": sequences(2, 40)}, r"data: is too short: 80 tokens for products of up to 320 inputs"),
+        ("fp8", {"ids_ST": sequences()}, "data: is of no use for fp8"),
+    ],
+    ids=["too few tokens", "data for fp8"],
+)
+def test_options_that_do_not_fit_are_refused(
+    method: Method, options: dict[str, Any], message: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidParams, match=message):
+        copied(model, tmp_path / "out", method, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_of_embeddings_is_no_head_to_quantise(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "model", tie_word_embeddings=True)
+    with pytest.raises(InvalidParams, match="the head is the table of embeddings"):
+        copied(folder, tmp_path / "out", "int8", head=True)
+
+
+def test_a_model_without_whole_groups_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 3, "head_dim": 16}
+    folder = dense_folder(tmp_path / "model", **sizes)
+    with pytest.raises(InvalidParams, match="fits no linear layer"):
+        copied(folder, tmp_path / "out", "int4")
