@@ -76,7 +76,8 @@ def _factor(hessian_II: Tensor) -> Tensor:
         raise ValueError("the Hessian is not finite")
     hessian_II.diagonal().add_(damping or 1.0)  # without any input but zeros, plain rounding
     inverse_II = torch.cholesky_inverse(torch.linalg.cholesky(hessian_II))
-    return torch.linalg.cholesky(inverse_II, upper=True).float()
+    factor_II: Tensor = torch.linalg.cholesky(inverse_II, upper=True)
+    return factor_II.float()
 
 
 def _grid(stored: Stored, order_I: Tensor) -> tuple[Tensor, Tensor]:

@@ -100,8 +100,8 @@ def _ids(model: Path, data: Path, sequences: int, tokens: int, format: str) -> t
     """Return the token ids to calibrate with, [S, T]."""
     import torch
 
+    from headrace.engine.intake.calibration import calibration_ids
     from headrace.engine.model.quantising.files import read_plain_config
-    from headrace.engine.tokens.calibration import calibration_ids
     from headrace.engine.tokens.tokenizer import Tokenizer
 
     if format == "fp8":
@@ -147,12 +147,10 @@ def _print(report: Report, name: str) -> None:
     console = Console()
     share = 100 * report.after / report.before
     largest_first = sorted(report.dense.items(), key=lambda item: -item[1])
+    kept = ", ".join(f"{what} ({decimal(size)})" for what, size in largest_first)
     lines = [
         f"{name}: {decimal(report.before)} before, {decimal(report.after)} after ({share:.0f} %), in {report.out}",
-        f"{report.quantised} linear layers are quantised; as they were: "
-        + ", ".join(
-            f"{what} ({decimal(size)})" for what, size in sorted(report.dense.items(), key=lambda item: -item[1])
-        ),
+        f"{report.quantised} linear layers are quantised; as they were: {kept}",
     ]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 
 from headrace.engine import InvalidParams
-from headrace.engine.tokens.calibration import calibration_ids
+from headrace.engine.intake.calibration import calibration_ids
 from headrace.engine.tokens.tokenizer import Tokenizer
 
 

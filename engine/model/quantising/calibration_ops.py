@@ -18,10 +18,10 @@ from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
 from headrace.ops.formats import Stored
 from headrace.ops.stream import HeadNorms, Stream
 
-__all__ = ["CalibrationOps", "Product"]
+__all__ = ["CalibrationOps", "DenseProduct"]
 
 
-class Product(NamedTuple):
+class DenseProduct(NamedTuple):
     """A weight and its bias, ready to multiply."""
 
     weight: Stored
@@ -64,11 +64,11 @@ class CalibrationOps:
             every_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
             self._mask_TT = every_TT.tril().triu(1 - mixer.window)
 
-    def pack(self, weight: Stored, bias_O: Tensor | None) -> Product:
+    def pack(self, weight: Stored, bias_O: Tensor | None) -> DenseProduct:
         """Return a weight ready to multiply in float32."""
-        return Product(weight, weight.dense(torch.float32), bias_O)
+        return DenseProduct(weight, weight.dense(torch.float32), bias_O)
 
-    def pack_head(self, weight_VE: Stored) -> Product:
+    def pack_head(self, weight_VE: Stored) -> DenseProduct:
         """Return the output head ready to multiply in float32."""
         return self.pack(weight_VE, None)
 
@@ -76,12 +76,12 @@ class CalibrationOps:
         """Return the embeddings as they are."""
         return x_NE
 
-    def linear(self, x_NI: Tensor, packed: Product, layer: int, site: str) -> Tensor:
+    def linear(self, x_NI: Tensor, packed: DenseProduct, layer: int, site: str) -> Tensor:
         """Return x W^T + b."""
         self._seen(packed.weight, x_NI)
         return functional.linear(x_NI, packed.dense_OI, packed.bias_O)
 
-    def logits(self, x_SE: Tensor, head: Product) -> Tensor:
+    def logits(self, x_SE: Tensor, head: DenseProduct) -> Tensor:
         """Return x W^T of the output head."""
         return self.linear(x_SE, head, -1, "head")
 
@@ -99,7 +99,7 @@ class CalibrationOps:
         self,
         stream: Stream,
         norm_E: Tensor,
-        qkv: Product,
+        qkv: DenseProduct,
         head_norms: HeadNorms | None,
         step: int,
         kv: None,
@@ -127,14 +127,14 @@ class CalibrationOps:
         )
         return o_SHTD.transpose(1, 2).reshape(-1, heads * size)
 
-    def feed(self, stream: Stream, norm_E: Tensor, gate_up: Product, layer: int) -> tuple[Tensor, Tensor]:
+    def feed(self, stream: Stream, norm_E: Tensor, gate_up: DenseProduct, layer: int) -> tuple[Tensor, Tensor]:
         """Return (silu(gate) * up, the sum of the stream)."""
         x_NE, total_NE = self.normed(stream, norm_E)
         gate_NF, up_NF = self.linear(x_NE, gate_up, layer, "gate_up").chunk(2, dim=1)
         return functional.silu(gate_NF).mul_(up_NF), total_NE
 
     def add(
-        self, x_NI: Tensor, packed: Product, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
+        self, x_NI: Tensor, packed: DenseProduct, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str
     ) -> Stream:
         """Return the stream with x W^T + b added."""
         return Stream(self.linear(x_NI, packed, layer, site), total_NE)

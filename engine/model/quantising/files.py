@@ -33,6 +33,7 @@ _WEIGHTS: Final = frozenset(
     )
 )
 _INDEX: Final = ".index.json"
+_READ_BYTES: Final = 1 << 20
 
 
 def read_plain_config(model: Path) -> dict[str, object]:
@@ -90,8 +91,11 @@ def digests(model: Path) -> dict[str, str]:
     """Return what tells a model's files from others: a digest of each small one, size and time of each with weights."""
     found = {}
     for path in [*_others(model), model / _CONFIG]:
+        digest = hashlib.blake2b()
         with open_file(path) as file:
-            found[str(path.relative_to(model))] = hashlib.file_digest(file, "blake2b").hexdigest()
+            while data := file.read(_READ_BYTES):
+                digest.update(data)
+        found[str(path.relative_to(model))] = digest.hexdigest()
     for path in sorted(model.glob("*.safetensors")):
         stat = path.stat()
         found[path.name] = f"{stat.st_size} {stat.st_mtime_ns}"

@@ -32,7 +32,7 @@ from headrace.engine.model.quantising.files import copy_others, digests, read_pl
 from headrace.engine.model.quantising.partial import Partial
 from headrace.engine.model.quantising.read_back import WrittenModules
 from headrace.engine.model.quantising.selected import Module, Selection, select
-from headrace.engine.model.quantising.shards import Shards, index, lay_out
+from headrace.engine.model.quantising.shards import Shards, index, lay_out, nbytes
 from headrace.engine.model.roles import Fused
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Stored
@@ -111,9 +111,8 @@ def quantise_folder(
         with SafetensorsFolder(model) as files:
             inventory = Inventory(files, spec)
             selection = _selected(spec, inventory, method, head, symmetric, ids_ST)
-            for name, reason in selection.ignored.items():
-                if "groups" in reason:
-                    watcher.note(f"{name} is not quantised: {reason}")
+            for name, reason in selection.odd.items():
+                watcher.note(f"{name} is not quantised: {reason}")
             tensors = _tensors(files, selection)
             arguments = _arguments(model, selection, head, ids_ST, shard_bytes, device)
             copy = _Copy(files, inventory, spec, selection, watcher, device or torch.device("cpu"))
@@ -127,17 +126,13 @@ def quantise_folder(
                     copy.write(written, opened, ids_ST)
                 copy_others(model, written.folder)
                 written.finish()
-            after = sum(shape.numel() * dtype.itemsize for dtype, shape in map(_sized, tensors.values()))
-            return Report(out, sum(map(files.nbytes, files.shapes)), after, len(selection.modules), copy.dense())
+            after = sum(map(nbytes, tensors.values()))
+            return Report(out, copy.total, after, len(selection.modules), copy.dense())
     except OSError as error:
         what = f"{error.strerror or error}, at {error.filename or out}"
         raise HeadraceError(
             f"{out} was not written ({what}); set that right and repeat the command to go on"
         ) from error
-
-
-def _sized(spec: TensorSpec) -> tuple[torch.dtype, torch.Size]:
-    return spec[0], torch.Size(spec[1])
 
 
 class _Copy:
@@ -157,7 +152,8 @@ class _Copy:
         self._maker = FileMaker(
             inventory, spec, lambda shape, dtype: empty(tuple(shape), dtype=dtype), torch.float32, device, False, None
         )
-        self._total = sum(map(files.nbytes, files.shapes))
+        self.total = sum(map(files.nbytes, files.shapes))
+        """Bytes of the model's tensors."""
         self._done = 0
 
     def write(self, written: Partial, shards: Shards, ids_ST: Tensor | None) -> None:
@@ -201,7 +197,7 @@ class _Copy:
 
     def _advance(self, name: str) -> None:
         self._done += self._files.nbytes(name)
-        self._watcher.advance(name.removesuffix(".weight"), self._done, self._total)
+        self._watcher.advance(name.removesuffix(".weight"), self._done, self.total)
 
     def dense(self) -> dict[str, int]:
         """Return the bytes of the tensors that are copied, by what they are."""

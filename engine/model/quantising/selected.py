@@ -46,6 +46,8 @@ class Selection:
     """Modules that are quantised, in the order of the layers."""
     ignored: Mapping[str, str]
     """Linear modules that are not quantised, each with the reason."""
+    odd: Mapping[str, str]
+    """Ignored modules whose inputs the format does not fit, each with the reason."""
 
     @property
     def by_weight(self) -> Mapping[str, Module]:
@@ -65,7 +67,9 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symme
         head: Whether to quantise the output head.
         symmetric: Whether groups of 4-bit integers have no zero points.
     """
-    modules, ignored = [], {}
+    modules: list[Module] = []
+    ignored: dict[str, str] = {}
+    odd: dict[str, str] = {}
     for fused, is_head in _matrices(spec):
         for part in fused.parts:
             name, size_in = names.of(part).removesuffix(_WEIGHT), fused.shape[1]
@@ -75,12 +79,12 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symme
             elif part.role.startswith(_NEVER):
                 ignored[name] = "a router"
             elif format is None:
-                ignored[name] = f"{size_in} inputs are no whole groups of {', '.join(map(str, GROUPS))}"
+                odd[name] = f"{size_in} inputs are no whole groups of {', '.join(map(str, GROUPS))}"
             else:
                 modules.append(Module(name, part, (part.rows, size_in), format))
     if spec.tied_head and spec.has_head:
         ignored[names.of(Part("head.weight", 0)).removesuffix(_WEIGHT)] = "the table of embeddings"
-    return Selection(method, symmetric, tuple(modules), ignored)
+    return Selection(method, symmetric, tuple(modules), ignored | odd, odd)
 
 
 def _matrices(spec: DecoderSpec) -> Iterator[tuple[Fused, bool]]:

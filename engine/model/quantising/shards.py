@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace.engine.model.checkpoint.safetensors import DTYPE_NAMES, SINGLE_FILE
 from headrace.engine.model.quantising.compressed import TensorSpec
 
-__all__ = ["Shard", "Shards", "index", "lay_out"]
+__all__ = ["Shard", "Shards", "index", "lay_out", "nbytes"]
 
 _ALIGNMENT: Final = 8
 
@@ -46,7 +46,7 @@ def lay_out(tensors: Mapping[str, TensorSpec], most: int) -> list[Shard]:
     pieces: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in tensors.items():
-        size = _nbytes(spec)
+        size = nbytes(spec)
         if pieces[-1] and filled + size > most:
             pieces.append({})
             filled = 0
@@ -63,11 +63,12 @@ def index(shards: list[Shard], tensors: Mapping[str, TensorSpec]) -> bytes | Non
     if len(shards) == 1:
         return None
     where = {name: shard.name for shard in shards for name in shard.places}
-    total = {"total_size": sum(map(_nbytes, tensors.values()))}
+    total = {"total_size": sum(map(nbytes, tensors.values()))}
     return (json.dumps({"metadata": total, "weight_map": where}, indent=2) + "\n").encode()
 
 
-def _nbytes(spec: TensorSpec) -> int:
+def nbytes(spec: TensorSpec) -> int:
+    """Return the bytes that a tensor takes in a file."""
     dtype, shape = spec
     return math.prod(shape) * dtype.itemsize
 
@@ -78,7 +79,7 @@ def _shard(file: str, tensors: Mapping[str, TensorSpec]) -> Shard:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name, spec in ordered:
-        offsets[name], end = end, end + _nbytes(spec)
+        offsets[name], end = end, end + nbytes(spec)
         header[name] = {"dtype": DTYPE_NAMES[spec[0]], "shape": spec[1], "data_offsets": [offsets[name], end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
