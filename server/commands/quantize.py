@@ -66,8 +66,8 @@ def quantize(
 ) -> None:
     """Write a quantised copy of a model, in the format of compressed-tensors.
 
-    headrace, transformers and vLLM read it. Norms, embeddings and, unless asked for, the output head stay as they are.
-    An interrupted run goes on where it stopped when the command is repeated.
+    headrace and transformers read it, and it is in the layout of vLLM. Norms, embeddings and, unless asked for, the
+    output head stay as they are. An interrupted run goes on where it stopped when the command is repeated.
     """
     from headrace.engine.life.model_files import find_model
     from headrace.engine.model.quantising.run import quantise_folder

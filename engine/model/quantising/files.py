@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,7 +78,7 @@ def copy_others(model: Path, folder: Path) -> None:
     Subfolders that hold weights, in other formats as a rule, are left out, and so are hidden files.
 
     Raises:
-        ModelRejected: A file is no regular one.
+        ModelRejected: A file is no regular one, or a link that leads out of the folder.
     """
     for path in _others(model):
         target = folder / path.relative_to(model)
@@ -88,7 +88,11 @@ def copy_others(model: Path, folder: Path) -> None:
 
 
 def digests(model: Path) -> dict[str, str]:
-    """Return what tells a model's files from others: a digest of each small one, size and time of each with weights."""
+    """Return what tells a model's files from others: a digest of each small one, size and time of each with weights.
+
+    Raises:
+        ModelRejected: The same errors as from `copy_others`.
+    """
     found = {}
     for path in [*_others(model), model / _CONFIG]:
         digest = hashlib.blake2b()
@@ -102,15 +106,29 @@ def digests(model: Path) -> dict[str, str]:
     return found
 
 
-def _others(folder: Path) -> Iterator[Path]:
+def _others(folder: Path) -> list[Path]:
+    """Return the files that are copied, after a check of where links among them lead."""
+    found: list[Path] = []
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
             continue
         if path.is_dir():
             if not any(map(_is_weights, path.rglob("*"))):
-                yield from (each for each in sorted(path.rglob("*")) if each.is_file())
+                found += (each for each in sorted(path.rglob("*")) if each.is_file())
         elif path.name != _CONFIG and not _is_weights(path):
-            yield path
+            found.append(path)
+    for path in found:
+        _check_inside(path, folder)
+    return found
+
+
+def _check_inside(path: Path, model: Path) -> None:
+    """Refuse a link that leads out of the folder: what a stranger's link names would be handed on with the copy."""
+    folder, target = model.resolve(), path.resolve()
+    kept = folder.parent.parent / "blobs"  # where the hub's cache keeps the files of a snapshot
+    if not target.is_relative_to(folder) and not target.is_relative_to(kept):
+        message = f"{path.name}: a link to {target}, out of the model's folder; copy the file there, or delete the link"
+        raise ModelRejected(message, field=path.name, value=str(target), limit="files of the folder")
 
 
 def _is_weights(path: Path) -> bool:

@@ -119,6 +119,21 @@ def test_everything_beside_the_weights_is_copied(model: Path, tmp_path: Path) ->
     assert not (tmp_path / "out" / "onnx").exists()
 
 
+def test_a_link_out_of_the_folder_is_not_handed_on(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "snapshots" / "model")
+    (tmp_path / "secret").write_text("mine")
+    (folder / "NOTICE").symlink_to(tmp_path / "secret")
+    with pytest.raises(ModelRejected, match="NOTICE: a link to .*secret, out of the model's folder"):
+        copied(folder, tmp_path / "out", "fp8")
+    assert not (tmp_path / "out.partial").exists(), "before any work is done"
+    (folder / "NOTICE").unlink()
+    (tmp_path / "blobs").mkdir()
+    (folder / "LICENSE").rename(tmp_path / "blobs" / "1234")
+    (folder / "LICENSE").symlink_to(tmp_path / "blobs" / "1234")
+    copied(folder, tmp_path / "other", "fp8")
+    assert (tmp_path / "other" / "LICENSE").read_text() == "as is" and not (tmp_path / "other" / "LICENSE").is_symlink()
+
+
 def test_a_head_is_quantised_if_asked_for(model: Path, tmp_path: Path) -> None:
     copied(model, tmp_path / "out", "int8", head=True)
     assert isinstance(load(model).head.format, Dense)
