@@ -2,7 +2,7 @@
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022, arXiv
 2210.17323), with a damping of 1 % of the mean of the Hessian's diagonal. Columns are rounded in the order of their
-entries on that diagonal, the largest first, to the scales and zero points of quantise.py.
+entries on that diagonal, the largest first, to the scales and zero points of the groups' extremes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Hessian:
 def gptq(weight: Stored, hessian: Hessian, method: Literal["int8", "int4"], *, symmetric: bool = False) -> Stored:
     """Return a dense matrix [out, in] quantised, on its own device, so that its products with the inputs change little.
 
-    The format, the scales and the zero points are those of `quantise`; only the codes are others. So a matrix whose
-    inputs are no whole groups stays dense here, too.
+    The format, the scales and the zero points are those of `quantise` that refines nothing; only the codes are others.
+    So a matrix whose inputs are no whole groups stays dense here, too.
 
     Raises:
         ValueError: The Hessian is not finite.
     """
-    start = quantise(weight, method, symmetric=symmetric)
+    start = quantise(weight, method, symmetric=symmetric, refine=False)
     if not isinstance(start.format, IntGroups):
         return start
     order_I = hessian.sum_II.diagonal().argsort(descending=True, stable=True)

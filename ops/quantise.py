@@ -35,10 +35,14 @@ _CPU_BLOCK_ELEMENTS = 1 << 17  # which a core caches
 _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
-def quantise(weight: Stored, method: Method, *, symmetric: bool = False) -> Stored:
+def quantise(weight: Stored, method: Method, *, symmetric: bool = False, refine: bool = True) -> Stored:
     """Return a dense matrix [out, in] quantised, on its own device; it stays dense if its inputs are no whole groups.
 
-    `weight` has the format `Dense`. With `symmetric` groups of 4-bit integers have no zero points.
+    Args:
+        weight: The matrix, in the format `Dense`.
+        method: The way to quantise.
+        symmetric: Whether groups of 4-bit integers have no zero points.
+        refine: Whether these groups are optimised; else their scales are those of their extremes.
     """
     values_OI, format = weight.parts["values"], format_for(method, weight.shape[-1], symmetric=symmetric)
     if format is None:
@@ -47,7 +51,7 @@ def quantise(weight: Stored, method: Method, *, symmetric: bool = False) -> Stor
         return Stored.allocate(format, weight.shape, lambda shape, dtype: values_OI.new_empty(shape, dtype=dtype))
     if isinstance(format, Fp8):
         return _fp8(values_OI, format)
-    return _int8(values_OI, format) if format.bits == _BITS else _int4(values_OI, format)
+    return _int8(values_OI, format) if format.bits == _BITS else _int4(values_OI, format, _STEPS if refine else 0)
 
 
 def format_for(method: Method, size_in: int, *, symmetric: bool = False) -> Fp8 | IntGroups | None:
@@ -91,14 +95,14 @@ def _int8(values_OI: Tensor, format: IntGroups) -> Stored:
     return Stored(format, tuple(values_OI.shape), parts)
 
 
-def _int4(values_OI: Tensor, format: IntGroups) -> Stored:
+def _int4(values_OI: Tensor, format: IntGroups, steps: int) -> Stored:
     (outs, ins), group = values_OI.shape, format.group
     assert group is not None
     whole = Stored.allocate(
         format, (outs, ins), lambda shape, dtype: torch.empty(shape, dtype=dtype, device=values_OI.device)
     )
     for rows in _blocks(values_OI):
-        codes, scale, zero = _half_quadratic(values_OI[rows].float().view(-1, ins // group, group), format.zeros)
+        codes, scale, zero = _half_quadratic(values_OI[rows].float().view(-1, ins // group, group), format.zeros, steps)
         whole.parts["values"][rows] = pack_nibbles(codes.view(-1, ins))
         whole.parts["scale"][rows] = scale
         if format.zeros:
@@ -106,7 +110,7 @@ def _int4(values_OI: Tensor, format: IntGroups) -> Stored:
     return whole
 
 
-def _half_quadratic(values_OGg: Tensor, has_zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _half_quadratic(values_OGg: Tensor, has_zeros: bool, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (codes uint8 [O, G, g], float16 scales [O, G], zero points uint8 [O, G]) of the smallest error found.
 
     All zero points are 8 unless the groups have their own.
@@ -117,7 +121,7 @@ def _half_quadratic(values_OGg: Tensor, has_zeros: bool) -> tuple[Tensor, Tensor
     zero = (-low / scale).round_().clamp_(0, 15) if has_zeros else torch.full_like(scale, 8.0)
     best = _rounded(values_OGg, scale, zero)
     sharpness = _SHARPNESS
-    for _ in range(_STEPS):
+    for _ in range(steps):
         codes, kept, found_zero, _ = _rounded(values_OGg, scale, zero)
         sparse = _shrunk((values_OGg - (codes - found_zero) * kept) / kept, sharpness) * kept
         wanted = values_OGg - sparse
