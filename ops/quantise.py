@@ -41,8 +41,8 @@ def quantise(weight: Stored, method: Method, *, symmetric: bool = False, refine:
     Args:
         weight: The matrix, in the format `Dense`.
         method: The way to quantise.
-        symmetric: Whether groups of 4-bit integers have no zero points.
-        refine: Whether these groups are optimised; else their scales are those of their extremes.
+        symmetric: Whether groups of 4-bit integers have no zero points, which leaves nothing to refine.
+        refine: Whether half-quadratic optimisation refines these groups; else their scales are those of their extremes.
     """
     values_OI, format = weight.parts["values"], format_for(method, weight.shape[-1], symmetric=symmetric)
     if format is None:
@@ -51,7 +51,11 @@ def quantise(weight: Stored, method: Method, *, symmetric: bool = False, refine:
         return Stored.allocate(format, weight.shape, lambda shape, dtype: values_OI.new_empty(shape, dtype=dtype))
     if isinstance(format, Fp8):
         return _fp8(values_OI, format)
-    return _int8(values_OI, format) if format.bits == _BITS else _int4(values_OI, format, _STEPS if refine else 0)
+    return (
+        _int8(values_OI, format)
+        if format.bits == _BITS
+        else _int4(values_OI, format, _STEPS if refine and not symmetric else 0)
+    )
 
 
 def format_for(method: Method, size_in: int, *, symmetric: bool = False) -> Fp8 | IntGroups | None:
@@ -128,8 +132,7 @@ def _half_quadratic(values_OGg: Tensor, has_zeros: bool, steps: int) -> tuple[Te
         centred = codes - found_zero
         squares = centred.square().sum(-1, keepdim=True)
         scale = torch.where(squares > 0, (wanted * centred).sum(-1, keepdim=True) / squares, kept).clamp_(min=6.2e-5)
-        if has_zeros:
-            zero = (codes - wanted / scale).mean(-1, keepdim=True).round_().clamp_(0, 15)
+        zero = (codes - wanted / scale).mean(-1, keepdim=True).round_().clamp_(0, 15)
         sharpness *= _SHARPER
         tried = _rounded(values_OGg, scale, zero)
         is_better = tried.error < best.error
