@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -35,6 +34,7 @@ from headrace.engine.model.quantising.selected import Module, Selection, select
 from headrace.engine.model.quantising.shards import Shards, index, lay_out, nbytes
 from headrace.engine.model.roles import Fused
 from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.version import headrace_version
 from headrace.ops.formats import Stored
 from headrace.ops.quantise import Method, quantise
 
@@ -272,7 +272,7 @@ def _arguments(
     if ids_ST is not None:
         data = f"{list(ids_ST.shape)} {hashlib.blake2b(ids_ST.numpy().tobytes()).hexdigest()}"
     return {
-        "headrace": version("headrace"),
+        "headrace": headrace_version(),
         "torch": torch.__version__,
         "format": selection.method,
         "symmetric": selection.symmetric,
