@@ -64,6 +64,7 @@ def compiling_for(arch: str, cache: Path) -> Iterator[set[Launch]]:
         patch.setattr(jit, "run", compile_only)
         patch.setattr(triton.knobs.cache, "dir", str(cache))
         stream = SimpleNamespace(wait_stream=lambda other: None)
+        patch.setattr(torch, "_scaled_mm", lambda *given, out, **named: out)  # torch's own; meta has none
         patch.setattr(torch.cuda, "current_stream", lambda: stream)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         driver = triton.runtime.driver

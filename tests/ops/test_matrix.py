@@ -3,8 +3,8 @@
 The launches are those of the engine's own code, for the sizes of real models, so a tiling is the one that would be
 chosen there. What a kernel wants of a block's shared memory must be what the GPU has. Usually every GPU gets the
 kernels of a decode step, and those with the fewest features and the least shared memory get all kernels, each for one
-size of model and batch; sm_100, whose memory is that of sm_90, gets those of csrc/ for one size instead of two.
-HEADRACE_MATRIX=all, which `make soak` sets, gives every GPU all kernels for many sizes.
+size of model and batch. Of what differs in a number alone, such as the kinds of codes of quantised weights, a commit's
+hash chooses a few. HEADRACE_MATRIX=all, which `make soak` sets, gives every GPU all kernels for many sizes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from commit import chosen, head
 from compiled_kernels import Launch, compiling_for
 
+from headrace.ops.formats import Stored
 from headrace.ops.stream import HeadNorms, Stream
 
 pytest.importorskip("triton", reason="needs triton, which `make test` installs")
@@ -31,6 +33,7 @@ ALL_KERNELS = ("sm_86",)
 """GPUs of the oldest features and the least shared memory."""
 EVERYTHING = os.environ.get("HEADRACE_MATRIX") == "all"
 USUAL = "llama-3.1-8b"
+COMMIT = head(Path(__file__).parent)
 
 
 class Model(NamedTuple):
@@ -57,6 +60,30 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
+def some_kinds(what: str) -> list[Any]:
+    """All kinds of codes of quantised weights, or of floats and of integers one that the commit chooses for `what`."""
+    from headrace.ops.cuda.products.codes import E4M3, INT4, INT8, Kind
+
+    groups = (32, 64, 128)
+    floats = [Kind(E4M3), *(Kind(E4M3, group) for group in groups)]
+    integers = [Kind(INT8), *(Kind(INT8, group) for group in groups)]
+    integers += [Kind(INT4, group, zeros) for group in groups for zeros in (False, True)]
+    if EVERYTHING:
+        return floats + integers
+    names = [chosen([kind.name for kind in kinds], 1, f"{COMMIT} {what}")[0] for kinds in (floats, integers)]
+    return [kind for kind in floats + integers if kind.name in names]
+
+
+def layouts(arch: str) -> Iterator[Any]:
+    """The formats of quantised weights that `arch` gets, that of whole lines of 8-bit floats always among them."""
+    from headrace.ops.cuda.products.codes import E4M3, CodeLayout, Kind
+
+    for kind in dict.fromkeys((Kind(E4M3), *some_kinds(arch))):
+        halves = kind.group and kind.codes != E4M3
+        for scale in (torch.bfloat16, torch.float16) if halves else (torch.float32,):
+            yield CodeLayout(kind, scale)
+
+
 def words(*shape: int) -> torch.Tensor:
     return empty(*shape, dtype=torch.int32)
 
@@ -64,16 +91,21 @@ def words(*shape: int) -> torch.Tensor:
 class Chip:
     """The engine's operations on one GPU, with as little memory as it has."""
 
-    def __init__(self, arch: str, model: Model, *, fp8: bool = False) -> None:
+    def __init__(self, arch: str, model: Model, *, fp8: bool = False, codes: Any = None) -> None:
         from headrace.ops.cuda.arch import Arch
         from headrace.ops.cuda.attention.shape import HeadShape
         from headrace.ops.cuda.block import CudaOps
         from headrace.ops.cuda.hazards import Chain
-        from headrace.ops.cuda.products.kernels import PRODUCTS
+        from headrace.ops.cuda.kernels import KERNELS
         from headrace.ops.cuda.products.linear import LinearScratch
         from headrace.ops.cuda.products.packed import Products
         from headrace.ops.cuda.products.registry import ProductRoom
-        from headrace.ops.formats import Stored
+
+        def weight(outs: int, ins: int) -> Any:
+            packed = Stored.from_dense(empty(outs, ins))
+            if codes is not None:
+                packed = Stored.allocate(codes, (outs, ins), lambda shape, dtype: empty(*shape, dtype=dtype))
+            return self.ops.pack(packed, None)
 
         self.arch, self.model = Arch.named(arch), model
         shape = HeadShape(
@@ -81,17 +113,16 @@ class Chip:
             kv_dtype=torch.float8_e4m3fn if fp8 else None,
         )  # fmt: skip
         room = ProductRoom(LinearScratch("meta", self.arch), 1e-6, pdl=self.arch.has("dependent_launch"), chain=Chain())
-        late = [kernel for kernel in PRODUCTS if not kernel.builds(updates=False)]  # nvcc compiles the others
+        able = [*(() if codes is None else KERNELS.coded(codes.kind)), *KERNELS.products]
+        late = [kernel for kernel in able if not kernel.builds(updates=False)]  # nvcc compiles the others
         table = empty(POSITIONS, model.head_dim, dtype=torch.float32)
         self.ops = CudaOps(shape, cos_sin_PD=table, products=Products(self.arch, room, late))
         self.kv = empty(1, PAGES, 2, 16, model.kv_heads, model.head_dim, dtype=shape.kv_dtype)
         width = (model.heads + 2 * model.kv_heads) * model.head_dim
         self.norm = empty(model.hidden)
         self.head_norms = HeadNorms(empty(model.head_dim), empty(model.head_dim)) if model.has_head_norms else None
-        self.qkv = self.ops.pack(Stored.from_dense(empty(width, model.hidden)), None)
-        self.out = self.ops.pack(Stored.from_dense(empty(model.hidden, model.heads * model.head_dim)), None)
-        self.gate_up = self.ops.pack(Stored.from_dense(empty(2 * model.ffn, model.hidden)), None)
-        self.down = self.ops.pack(Stored.from_dense(empty(model.hidden, model.ffn)), None)
+        self.qkv, self.out = weight(width, model.hidden), weight(model.hidden, model.heads * model.head_dim)
+        self.gate_up, self.down = weight(2 * model.ffn, model.hidden), weight(model.hidden, model.ffn)
         self.head = self.ops.pack(Stored.from_dense(empty(model.vocabulary, model.hidden)), None)
         self.pdl = self.ops.pdl
 
@@ -230,6 +261,10 @@ def unpack(chip: Chip, rows: int) -> None:
 
 def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip, int], None], Chip, int]]:
     """What is compiled: its name, the call, and the arguments of that."""
+    for layout in layouts(arch):
+        chip = Chip(arch, MODELS[USUAL], codes=layout)
+        for tokens in (1, 2048) if everything else (128,):
+            yield f"{layout.name}, prefill of {tokens}", prefill, chip, tokens
     for name in MODELS if everything else (USUAL,):
         model = MODELS[name]
         chip = Chip(arch, model)
@@ -260,6 +295,7 @@ def test_kernels_of_triton_compile_and_fit(arch: str, tmp_path: Path) -> None:
             unfit += [(what, launch) for launch in launches - before if launch.shared_bytes > chip.arch.shared_bytes]
     assert not unfit, f"{arch} has {chip.arch.shared_bytes} bytes"
     kernels = {launch.kernel for launch in launches}
+    assert kernels >= {"_unpack_kernel"} | ({"_to_codes_kernel"} if chip.arch.has("wgmma") else set())
     assert len(kernels) >= (30 if EVERYTHING or arch in ALL_KERNELS else 5), kernels
 
 
@@ -289,7 +325,7 @@ def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, i
                     if attention.refuses(shape, chip) is None:
                         for build in attention.builds(shape):
                             build()
-        for product in KERNELS.products:
+        for product in (*KERNELS.products, *(each for kind in some_kinds("csrc") for each in KERNELS.coded(kind))):
             if product.lacks(chip, torch.bfloat16, 128) is None:
                 for worn in (False, True) if everything or not product.has_updates else (True,):
                     for build in product.builds(updates=worn):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from commit import chosen, head
 from simulation.engine_mutations import ENGINE_MUTATIONS
 from simulation.engine_world import live
 from simulation.mutations import MUTATIONS
@@ -34,27 +34,11 @@ PLAYS: dict[str, Callable[[int], object]] = {
 """Name of a bug -> plays a seed with it."""
 
 
-def handful(names: Sequence[str], commit: str) -> list[str]:
-    """Return the mutations that a commit plants: another commit, as good as surely, plants others."""
-    return sorted(names, key=lambda name: sha256(f"{commit} {name}".encode()).digest())[:_HANDFUL]
-
-
-def head(folder: Path) -> str:
-    """Return the hash of the commit that is checked out in `folder`; empty in a copy without git."""
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return found.stdout.strip() if found.returncode == 0 else ""
-
-
 def planted() -> list[str]:
     """Return the mutations of this run."""
     if os.environ.get("HEADRACE_MUTATIONS") == "all":
         return sorted(PLAYS)
-    return handful(list(PLAYS), head(Path(__file__).parent))
+    return sorted(chosen(list(PLAYS), _HANDFUL, head(Path(__file__).parent)))
 
 
 def test_there_are_enough_of_them() -> None:
@@ -63,9 +47,9 @@ def test_there_are_enough_of_them() -> None:
 
 def test_a_commit_chooses_them_and_nothing_else_does(tmp_path: Path) -> None:
     names = [str(number) for number in range(60)]
-    assert handful(names, "a") == handful(names[::-1], "a") != handful(names, "b")
-    assert len(set(handful(names, "a"))) == _HANDFUL
-    assert {name for commit in range(100) for name in handful(names, str(commit))} == set(names)
+    assert chosen(names, 8, "a") == chosen(names[::-1], 8, "a") != chosen(names, 8, "b")
+    assert len(set(chosen(names, 8, "a"))) == 8
+    assert {name for commit in range(100) for name in chosen(names, 8, str(commit))} == set(names)
     assert head(tmp_path) == "", "a folder without git"
     environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull}
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]

@@ -1,0 +1,26 @@
+"""What a commit's hash chooses, so that a commit tests the same on every machine and day, and another tests more."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+__all__ = ["chosen", "head"]
+
+
+def head(folder: Path) -> str:
+    """The hash of the commit that is checked out in `folder`; empty in a copy without git."""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+def chosen(names: Sequence[str], count: int, commit: str) -> list[str]:
+    """`count` of `names`, whatever their order; another commit, as good as surely, chooses others."""
+    return sorted(names, key=lambda name: sha256(f"{commit} {name}".encode()).digest())[:count]
