@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import InvalidParams
+from headrace.engine.errors import InvalidParams, ModelRejected
 from headrace.engine.intake.messages import Message
 from headrace.engine.life.generation_defaults import from_generation_config, from_gguf_metadata
 from headrace.engine.life.model_files import find_model
@@ -26,7 +26,7 @@ from headrace.engine.model.cpu.opening import open_cpu
 from headrace.engine.model.encoder.opening import open_encoder
 from headrace.engine.model.encoder.spec import encoder_from_hf, is_encoder
 from headrace.engine.model.families.registry import from_hf, read_hf_config
-from headrace.engine.model.shared.device import Device
+from headrace.engine.model.shared.device import BuiltKernels, Device
 from headrace.engine.model.shared.find_gpu import find_gpu
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.pooling import Embedding
@@ -154,24 +154,34 @@ def _info(device: Device, model: str, architecture: str, embedding: Embedding | 
     )
 
 
-def build_kernels(config: EngineConfig) -> tuple[Path, int]:
+def build_kernels(config: EngineConfig) -> BuiltKernels:
     """Compile the GPU kernels for the model that `config` names, without loading its weights.
 
-    Returns:
-        The folder of the kernels, in `config.kernel_cache`, and the number of kernels that it holds.
+    A folder needs its config.json alone, and the headers of its files where these say how weights are quantised.
 
     Raises:
-        ModelRejected: The model's description cannot be used.
+        ModelRejected: The model's description cannot be used, or says that weights are quantised that are not there.
         DeviceUnavailable: There is no such GPU, or a kernel cannot be compiled.
+        InvalidParams: An option does not fit the model or the device.
     """
     gpu = find_gpu(config.device)
     from headrace.engine.model.cuda.opening import build_kernels
 
-    path, _ = find_model(config)
+    path = Path(config.model)
     if path.suffix != ".gguf":
-        return build_kernels(config, from_hf(read_hf_config(path)), gpu)
-    with GgufFile(path) as gguf:
-        return build_kernels(config, gguf.spec(), gpu)
+        path, _ = find_model(config)
+    if path.suffix == ".gguf":
+        with GgufFile(path) as gguf:
+            return build_kernels(config, gguf.spec(), gguf, gpu)
+    described = read_hf_config(path)
+    if described.get("quantization_config") is None:
+        return build_kernels(config, from_hf(described), "random", gpu)
+    if not any(path.glob("*.safetensors")):
+        raise ModelRejected(
+            f"quantization_config: {path} says that its weights are quantised, and holds none that would tell which "
+            "kernels they need; build from the whole folder"
+        )
+    return build_kernels(config, from_hf(described), path, gpu)
 
 
 def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:

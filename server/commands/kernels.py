@@ -32,7 +32,11 @@ def group() -> None:
 @kernels.command("build")
 def build(
     models: Annotated[
-        list[str], typer.Argument(metavar="MODEL...", help="Model folders (config.json is enough) or .gguf files.")
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Model folders or .gguf files. config.json is enough of a folder whose weights are not quantised.",
+        ),
     ],
     cache: Annotated[
         str | None,
@@ -52,6 +56,10 @@ def build(
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
     kv_dtype: Annotated[str, typer.Option(help="auto or fp8, as the engines that will use them.")] = "auto",
+    quantize: Annotated[
+        Literal["fp8", "int8", "int4"] | None,
+        typer.Option(help="As the engines that will use them; weights that are quantised in their files need nothing."),
+    ] = None,
     max_rows: Annotated[int | None, typer.Option(help="Requests in one step, if not the default.", min=1)] = None,
     adapter_slots: Annotated[int, typer.Option(help="More than 0 for engines that take adapters.", min=0)] = 0,
 ) -> None:
@@ -72,12 +80,13 @@ def build(
             cache = stack.enter_context(TemporaryDirectory(prefix="headrace-kernels-"))
         for model in models:
             options: dict[str, Any] = {"device": device, "kv_dtype": kv_dtype, "max_rows": max_rows}
-            options |= {"adapter_slots": adapter_slots, "kernel_cache": cache}
+            options |= {"quantize": quantize, "adapter_slots": adapter_slots, "kernel_cache": cache}
             config = EngineConfig(model=model, load_format="random", kv_memory="256MiB", **options)
             with console.status(f"compiling kernels of {model}: up to a few minutes the first time"):
-                folder, count = build_kernels(config)
-        place = folder if wheel is None else write_wheel(folder, Path(wheel).expanduser())
-    console.print(f"{count} kernels in {place} after {time.perf_counter() - started:.0f} s", soft_wrap=True)
+                built = build_kernels(config)
+            console.print(f"{model}: kernels for weights in {' and '.join(built.formats)}", soft_wrap=True)
+        place = built.folder if wheel is None else write_wheel(built.folder, Path(wheel).expanduser())
+    console.print(f"{built.count} kernels in {place} after {time.perf_counter() - started:.0f} s", soft_wrap=True)
 
 
 @kernels.command("list")

@@ -24,7 +24,7 @@ from headrace.ops.formats import Dense, Format, Stored, joins
 from headrace.ops.paged import KvScales
 from headrace.ops.quantise import Method, quantise
 
-__all__ = ["Empty", "FileMaker", "Layout", "Progress", "kept"]
+__all__ = ["BlankMaker", "Empty", "FileMaker", "Layout", "Progress", "kept"]
 
 Empty: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 """Function that makes an uninitialised tensor on the device, from its shape and dtype."""
@@ -284,6 +284,17 @@ class FileMaker:
 
     def _refuse(self, tensor: str, value: object, limit: object) -> NoReturn:
         self.inventory.refuse(tensor, value, limit)
+
+
+class BlankMaker(FileMaker):
+    """Makes zeros in the formats of a checkpoint, whose weights it does not read."""
+
+    def check_tied(self, embedding: Part) -> None:
+        """Do nothing: what the checkpoint holds does not matter."""
+
+    def _fill(self, target: Stored, part: Part) -> None:
+        for each in target.parts.values():
+            each.zero_()
 
 
 def _place(target: Stored, parts: Mapping[str, Tensor], first: int, order: Tensor | None) -> None:

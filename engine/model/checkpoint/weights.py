@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.inventory import Inventory
-from headrace.engine.model.checkpoint.parameters import Empty, FileMaker, Layout, Progress, kept
+from headrace.engine.model.checkpoint.parameters import BlankMaker, Empty, FileMaker, Layout, Progress, kept
 from headrace.engine.model.checkpoint.plan import layer_plan, top_plan
 from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Reader
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
@@ -233,6 +233,7 @@ def load_weights(
     layout: Layout | None = None,
     quantize: Method | None = None,
     quantize_head: bool = False,
+    blank: bool = False,
 ) -> DecoderWeights:
     """Return a model's parameters in `dtype` on `device`.
 
@@ -250,6 +251,7 @@ def load_weights(
             unless `keep_packed`.
         quantize: Way to quantise each dense matrix of the layers as it is loaded; None leaves them as they are.
         quantize_head: Whether to quantise the output head, too; a tied one becomes a matrix beside the embedding.
+        blank: Whether to leave the checkpoint's weights unread: they become zeros in their formats.
 
     Raises:
         InvalidParams: `quantize` is given, and the checkpoint is quantised already.
@@ -260,8 +262,9 @@ def load_weights(
     with ExitStack() as files:
         if source == "random":
             return _assemble(spec, _Random(empty, dtype, device, seed, layout, quantize, quantize_head))
-        inventory = Inventory(open_files(source, files), spec, readers)
-        maker = FileMaker(inventory, spec, empty, dtype, device, keep_packed, progress, layout, quantize, quantize_head)
+        inventory = Inventory(open_files(source, files), spec, readers, checks=not blank)
+        make = BlankMaker if blank else FileMaker
+        maker = make(inventory, spec, empty, dtype, device, keep_packed, progress, layout, quantize, quantize_head)
         return _load(maker, spec)
 
 

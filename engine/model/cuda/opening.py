@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
@@ -18,7 +17,7 @@ from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import DecoderWeights, Source, load_weights
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
-from headrace.engine.model.shared.device import Device, Limits, fit
+from headrace.engine.model.shared.device import BuiltKernels, Device, Limits, fit
 from headrace.engine.model.shared.gpu_sizes import DTYPE, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
 from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
@@ -59,10 +58,12 @@ def open_cuda(
     *,
     installed_kernels: bool = True,
     kernels: Kernels = KERNELS,
+    blank: bool = False,
 ) -> Device:
     """Load the weights on the GPU `device`, measure what is left, and make a runner that has captured its graphs.
 
-    Kernels are compiled unless `config.kernel_cache` keeps them, or a wheel, unless `installed_kernels` is False.
+    Kernels are compiled unless `config.kernel_cache` keeps them, or a wheel, unless `installed_kernels` is False. With
+    `blank`, weights are zeros in the formats of `source`.
 
     Raises:
         ModelRejected: The weights cannot be used.
@@ -75,7 +76,7 @@ def open_cuda(
         with _opening, torch.cuda.device(device), torch.inference_mode():
             use_cache(config.kernel_cache, installed=installed_kernels)
             check_compilers()
-            return _open(config, spec, source, device, arch, kernels)
+            return _open(config, spec, source, device, arch, kernels, blank)
     except (torch.OutOfMemoryError, CannotCompile) as error:
         failure = str(error)
         if not isinstance(error, CannotCompile):
@@ -86,7 +87,13 @@ def open_cuda(
 
 
 def _open(
-    config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device, arch: Arch, kernels: Kernels
+    config: EngineConfig,
+    spec: DecoderSpec,
+    source: Source,
+    device: torch.device,
+    arch: Arch,
+    kernels: Kernels,
+    blank: bool,
 ) -> Device:
     dtype = DTYPE
     limits = gpu_limits(config, spec)
@@ -98,6 +105,7 @@ def _open(
         return load_weights(
             source, spec, dtype=dtype, device=device, seed=config.seed, progress=progress, empty=memory.empty,
             layout=lambda weight: in_codes(weight, dtype), quantize=config.quantize, quantize_head=config.quantize_head,
+            blank=blank,
         )  # fmt: skip
 
     weights = load(source)
@@ -176,22 +184,25 @@ def _host_memory(config: EngineConfig) -> PiecePool:
         ) from None
 
 
-def build_kernels(config: EngineConfig, spec: DecoderSpec, device: torch.device) -> tuple[Path, int]:
-    """Compile every kernel that an engine of `config` may use; return the cache folder and how many kernels it holds.
+def build_kernels(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device) -> BuiltKernels:
+    """Compile every kernel that an engine of `config` may use for weights in the formats of `source`.
 
     Raises:
         DeviceUnavailable: A kernel cannot be compiled.
+        InvalidParams: An option does not fit the model or the device.
+        ModelRejected: The weights cannot be used.
     """
-    opened = open_cuda(config, spec, "random", device, installed_kernels=False)
+    opened = open_cuda(config, spec, source, device, installed_kernels=False, blank=True)
     try:
         assert isinstance(opened.runner, CudaRunner)
         opened.runner.warm_up(everything=True)
+        formats = opened.runner.formats
     except CannotCompile as error:
         raise DeviceUnavailable(f"device: {error}") from error
     finally:
         opened.runner.close()
     folder = cache().own
-    return folder, count_kernels(folder)
+    return BuiltKernels(folder, count_kernels(folder), formats)
 
 
 def checked_arch(config: EngineConfig, spec: DecoderSpec, device: torch.device, kernels: Kernels = KERNELS) -> Arch:

@@ -86,6 +86,7 @@ class CudaRunner:
             kernels: The kernels of attention to choose among.
         """
         self._capacity, self._bank, self._weights = capacity, bank, weights
+        self._kinds = next(iter(ops.values())).products.kinds
         self._stream = borrow_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the stream on which weights were made
         with returned_if_short(self._stream), torch.inference_mode(), self._stream:
@@ -113,6 +114,11 @@ class CudaRunner:
         self._plans: queue.SimpleQueue[tuple[StepPlan, CudaStep] | None] = queue.SimpleQueue()
         self._launcher = threading.Thread(target=self._run_launcher, name="headrace-launcher", daemon=True)
         self._launcher.start()
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The names of the formats in which weights of products are kept, dense ones last."""
+        return tuple(sorted(kind.name for kind in self._kinds if kind is not None)) + ("dense",) * (None in self._kinds)
 
     def rehearse(self, variant: Variant = PLAIN) -> None:
         """Run all kernels of prefills on the scratch page, on as many tokens as a plan may hold, then on few; blocks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from headrace.adapters.bank import AdapterDevice
 from headrace.engine.config import EngineConfig
@@ -11,7 +12,19 @@ from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Ability, Capacity, Runner
 from headrace.engine.stats import WeightPart
 
-__all__ = ["Device", "Limits", "fit"]
+__all__ = ["BuiltKernels", "Device", "Limits", "fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltKernels:
+    """The kernels that were compiled ahead for a model."""
+
+    folder: Path
+    """Folder of the kernels, in `EngineConfig.kernel_cache`."""
+    count: int
+    """Number of kernels that the folder holds, those of other models among them."""
+    formats: tuple[str, ...]
+    """Names of the formats in which the model's weights are multiplied, dense ones last."""
 
 
 @dataclass(frozen=True, slots=True)

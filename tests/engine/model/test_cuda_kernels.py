@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 from emulated_cuda import Gpu, emulated
+from quantised_checkpoints import CASES, write_checkpoint
 
-from headrace.engine import DeviceUnavailable
+from headrace.engine import DeviceUnavailable, InvalidParams, ModelRejected
 from headrace.engine.config import EngineConfig
-from headrace.engine.life.build import open_engine
+from headrace.engine.life.build import build_kernels, open_engine
 from headrace.server.cli import main
 
 QWEN3 = {
@@ -42,16 +43,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config(folder: Path, **options: Any) -> EngineConfig:
-    return EngineConfig(
-        model=folder,
-        device="cuda",
-        load_format="random",
-        kv_memory="1MiB",
-        max_rows=2,
-        max_batched_tokens=64,
-        **options,
-    )
+def config(folder: Path, **changes: Any) -> EngineConfig:
+    options = {"load_format": "random", "kv_memory": "1MiB", "max_rows": 2, "max_batched_tokens": 64} | changes
+    return EngineConfig(model=folder, device="cuda", **options)
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install_before_weights_are_read(
@@ -135,6 +129,61 @@ def test_kernels_of_several_models_become_one_wheel(
     libraries = [f"headrace_kernels_sm90a/flashinfer/module{index}/module{index}.so" for index in range(2)]
     assert [name for name in names if "flashinfer" in name] == libraries
     assert not warmed[0].exists(), "a folder that nobody asked for was left"
+
+
+def asked_of_nvcc(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """The sources for codes that are compiled from now on, with their macros."""
+    asked = []
+    declared = importlib.import_module("headrace.ops.cuda.products.kernels")
+
+    def build(source: str, updates: bool, macros: dict[str, int]) -> None:
+        if macros:
+            asked.append((source, {**macros, "updates": updates}))
+
+    monkeypatch.setattr(declared, "_build_for_rows", build)
+    return asked
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_kernels_of_weights_that_the_engine_will_quantise_are_built_and_named(
+    method: str, gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = importlib.import_module("headrace.ops.cuda.products.codes")
+    kind = {"fp8": codes.Kind(codes.E4M3), "int8": codes.Kind(codes.INT8), "int4": codes.Kind(codes.INT4, 128, True)}[
+        method
+    ]
+    asked = asked_of_nvcc(monkeypatch)
+    command = ["headrace", "kernels", "build", str(folder), "--quantize", method, "--max-rows", "2"]
+    monkeypatch.setattr(sys, "argv", [*command, "--cache", str(folder / "kept")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert asked == [(source, {**kind.macros, "updates": False}) for source in ("even_heads", "even_linear")]
+    assert f"{folder}: kernels for weights in {kind.name} and dense" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "formats"), [("fp8 blocks", ("fp8-g128", "dense")), ("awq", ("int4-g64-zeros", "dense"))]
+)
+def test_kernels_are_those_of_the_formats_in_the_files(
+    name: str, formats: tuple[str, ...], gpu: Gpu, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, CASES[name])
+    assert build_kernels(config(tmp_path)).formats == formats
+    with pytest.raises(InvalidParams, match="^quantize: .* is stored as "):
+        build_kernels(config(tmp_path, quantize="int4"))
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelRejected, match="^quantization_config: .* build from the whole folder"):
+        build_kernels(config(tmp_path))
+
+
+def test_kernels_are_built_without_reading_weights(gpu: Gpu, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES["fp8 blocks"])
+    weights = tmp_path / "model.safetensors"
+    data = weights.read_bytes()
+    head = 8 + int.from_bytes(data[:8], "little")
+    weights.write_bytes(data[:head] + b"\x7f" * (len(data) - head))  # NaN, which no engine opens with
+    assert build_kernels(config(tmp_path)).formats == ("fp8-g128", "dense")
 
 
 def test_a_folder_that_cannot_keep_kernels_is_refused_before_they_are_compiled(

@@ -11,13 +11,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from emulated_cuda import emulated
 from gguf import GGMLQuantizationType as Kind
 from gguf_models import HEAD_DIM, HIDDEN, K_KINDS, VOCAB, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import settle
 
+from headrace.engine.config import EngineConfig
 from headrace.engine.errors import ModelRejected
+from headrace.engine.life.build import build_kernels
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
@@ -307,3 +310,12 @@ def test_a_file_is_read_again_only_if_it_describes_the_same_model(tmp_path: Path
         with pytest.raises(ModelRejected, match="is not what it was") as caught:
             again()
         assert caught.value.field == key
+
+
+def test_gpu_kernels_are_built_for_a_file(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", Kind.F16)
+    options = {"load_format": "random", "kv_memory": "1MiB", "max_rows": 2, "max_batched_tokens": 64}
+    with emulated():
+        assert build_kernels(EngineConfig(model=tmp_path / "model.gguf", device="cuda", **options)).formats == (
+            "dense",
+        )
