@@ -1,7 +1,7 @@
 # The commands of this repository. `make help` lists them; `make demo` and `make test` set up all they need by themselves.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types wheel-import unit soak test-gpu bench clean
+.PHONY: help demo test lint types wheel wheel-import mypy unit soak test-gpu bench clean
 
 PYTHON ?= python3
 # The torch of machines without a GPU: its CPU build where pip knows one, else PyTorch's own by uv, else PyPI's.
@@ -23,7 +23,12 @@ help: ## list the commands
 demo: $(RUN_READY) ## stream several chats side by side; MODEL=folder-or-gguf picks another model
 	@$(BIN)/headrace demo $(if $(MODEL),'$(MODEL)')
 
-test: lint types wheel-import unit ## everything that must pass before a change lands
+# mypy runs beside the tests: what it says comes in one piece among their dots, and if it fails once more at the end.
+test: lint wheel-import ## everything that must pass before a change lands
+	@said=$$(mktemp) || exit 1; trap 'rm -f "$$said"' EXIT; \
+	{ $(MAKE) --no-print-directory mypy >"$$said" 2>&1; code=$$?; cat "$$said"; exit $$code; } & mypy=$$!; \
+	$(MAKE) --no-print-directory unit; tests=$$?; \
+	wait $$mypy || { cat "$$said"; exit 1; }; exit $$tests
 
 lint: $(TEST_READY) ## ruff and the layer rules
 	$(say) 'ruff: lint and format'
@@ -32,18 +37,23 @@ lint: $(TEST_READY) ## ruff and the layer rules
 	$(say) 'import-linter: which layer may import which'
 	@$(BIN)/lint-imports --no-cache
 
-types: $(TEST_READY) ## mypy --strict on the built and installed wheel
+types: wheel mypy ## mypy --strict on the built and installed wheel
+
+wheel: $(TEST_READY)
 	$(say) 'build the wheel and install it apart'
 	@$(BIN)/python .ci/wheel_env.py $(WHEEL_ENV)
+
+mypy:
 	$(say) 'mypy --strict on the installed wheel'
 	@cd $(WHEEL_ENV) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache \
 		--python-executable bin/python $(addprefix -p ,$(PACKAGES))
 
-wheel-import: types
+wheel-import: wheel
 	$(say) 'import of the installed wheel: what it pulls in and how long it takes'
 	@$(WHEEL_ENV)/bin/python -I .ci/check_import.py
 
-# A process a core, of one thread each; tests that share a slow reference stay in one process (pytest.mark.xdist_group).
+# Processes of one thread each, as many as tests/conftest.py says; tests that share a slow reference stay in one
+# process (pytest.mark.xdist_group).
 unit: $(TEST_READY) ## the tests alone; TESTS=path picks some
 	$(say) 'pytest'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses=8 --dist loadgroup $(TESTS)
