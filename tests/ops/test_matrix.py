@@ -303,6 +303,23 @@ SHAPES = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (8, 1, 128), (9, 3, 64), (14
 """Query heads, key heads and head size of models that csrc/even_decode.cu is compiled for."""
 
 
+def shapes(arch: str, *, everything: bool) -> list[tuple[tuple[int, int, int], torch.dtype | None]]:
+    """Heads and the dtype of keys and values; usually both dtypes, but each with one of two shapes."""
+    dtypes = (None, torch.float8_e4m3fn)
+    if everything:
+        return [(heads, dtype) for heads in SHAPES for dtype in dtypes]
+    first, second = chosen([str(dtype) for dtype in dtypes], 2, f"{COMMIT} {arch}")
+    heads = {first: SHAPES[0], second: SHAPES[3]}
+    return [(heads[str(dtype)], dtype) for dtype in dtypes]
+
+
+def worn_by(product: Any, *, everything: bool) -> tuple[bool, ...]:
+    """Whether a product is compiled with updates; usually with them, or with codes as the commit chooses."""
+    if everything or not product.has_updates:
+        return (False, True)
+    return (product.kind is None or chosen(["with", "without"], 1, f"{COMMIT} {product.kind.codes}") == ["with"],)
+
+
 def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, int]]]:
     """The sources of csrc/ that an engine on `arch` may compile, with the values of their macros."""
     from headrace.ops.cuda.arch import Arch
@@ -317,17 +334,16 @@ def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, i
     with pytest.MonkeyPatch.context() as patch:
         for module in (cuda_even, cuda_source, cuda_tile):
             patch.setattr(module, "compiled", lambda name, **sizes: asked.append((name, sizes)))
-        few = SHAPES[:1] if arch == "sm_100" else SHAPES[:1] + SHAPES[3:4]  # it has the shared memory of sm_90
-        for heads, kv_heads, head_dim in SHAPES if everything else few:
-            for kv_dtype in (None, torch.float8_e4m3fn):
-                shape = HeadShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
-                for attention in (*KERNELS.decodes, *KERNELS.prefills):
-                    if attention.refuses(shape, chip) is None:
-                        for build in attention.builds(shape):
-                            build()
-        for product in (*KERNELS.products, *(each for kind in some_kinds("csrc") for each in KERNELS.coded(kind))):
+        for (heads, kv_heads, head_dim), kv_dtype in shapes(arch, everything=everything):
+            shape = HeadShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
+            for attention in (*KERNELS.decodes, *KERNELS.prefills):
+                if attention.refuses(shape, chip) is None:
+                    for build in attention.builds(shape):
+                        build()
+        coded = [each for kind in some_kinds("csrc") for each in KERNELS.coded(kind)]
+        for product in (*KERNELS.products, *coded):
             if product.lacks(chip, torch.bfloat16, 128) is None:
-                for worn in (False, True) if everything or not product.has_updates else (True,):
+                for worn in worn_by(product, everything=everything):
                     for build in product.builds(updates=worn):
                         build()
     widest = max((sizes["ROWS"] for _, sizes in asked if "ROWS" in sizes), default=0)
