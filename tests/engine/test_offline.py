@@ -443,16 +443,21 @@ def test_ctrl_c_cancels_and_leaves_the_llm_usable() -> None:
 INTERRUPTED_OFTEN = """
 import random
 
-def interrupt(*_):
-    if inside:
-        raise KeyboardInterrupt
+def call(prompts):
+    llm.generate(prompts, SHORT, progress=False)
+
+def interrupt(number, frame):
+    while frame is not None:
+        if frame.f_code is call.__code__:  # a flag would be stale where an interrupt strikes before it is reset
+            raise KeyboardInterrupt
+        frame = frame.f_back
 
 def fire():
     while running:
         time.sleep(random.random() * 0.004)
         os.kill(os.getpid(), signal.SIGINT)
 
-inside, running = False, True
+running = True
 signal.signal(signal.SIGINT, interrupt)
 engine = scripted(lambda: None)
 llm = LLM(engine)
@@ -461,11 +466,7 @@ ends, interrupts = time.monotonic() + 1.5, 0
 while time.monotonic() < ends:
     prompts = random.choice(["x", ["x"] * 200, itertools.repeat("x", 200)])
     try:
-        try:
-            inside = True
-            llm.generate(prompts, SHORT, progress=False)
-        finally:
-            inside = False
+        call(prompts)
     except KeyboardInterrupt:
         interrupts += 1
 running, deadline = False, time.monotonic() + 5
