@@ -64,7 +64,7 @@ def quantize(
     ] = False,
     device: Annotated[str, typer.Option(help="Device that computes: cpu, cuda or cuda:N.")] = "cpu",
 ) -> None:
-    """Write a quantised copy of a model, in the format of compressed-tensors.
+    """Write a quantised copy of a model.
 
     headrace and transformers read it, and it is in the layout of vLLM. Norms, embeddings and, unless asked for, the
     output head stay as they are. An interrupted run goes on where it stopped when the command is repeated.

@@ -12,12 +12,13 @@ import pytest
 from leftovers import wait_until
 
 OPENING = """
-import sys, threading
+import signal, sys, threading
 from pathlib import Path
 from rich.console import Console
 from headrace.ops.cuda.compiling.library import compile_library
 from headrace.server.commands.interrupts import ending_at_once
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 folder, sources = Path(sys.argv[1]), [["sh", str(Path(sys.argv[1], "nvcc"))]] * 8
 with ending_at_once("opening it", Console()):
     thread = threading.Thread(target=compile_library, args=(folder / "kernel" / "kernel.so", sources, ["true"]))
