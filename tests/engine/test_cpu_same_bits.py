@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -18,6 +20,12 @@ pytestmark = [
 PROMPTS = [[(7 * row + 13 * at) % 49_000 + 100 for at in range(20 + 30 * row)] for row in range(5)]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+
 Answer = list[tuple[int, float, list[float]]]
 
 
@@ -29,28 +37,42 @@ async def answer(engine: Engine, prompt: list[int]) -> Answer:
     return [(each.id, each.logprob, [other.logprob for other in each.top_logprobs]) for each in found]
 
 
-async def answers(engine: Engine) -> list[Answer]:
+async def answers(engine: Engine, prompts: list[list[int]]) -> list[Answer]:
     """The answers to all prompts at once."""
     found: dict[int, Answer] = {}
 
     async def one(index: int) -> None:
-        found[index] = await answer(engine, PROMPTS[index])
+        found[index] = await answer(engine, prompts[index])
 
     async with anyio.create_task_group() as group:
-        for index in range(len(PROMPTS)):
+        for index in range(len(prompts)):
             group.start_soon(one, index)
-    return [found[index] for index in range(len(PROMPTS))]
+    return [found[index] for index in range(len(prompts))]
+
+
+def check_company(model: Path, prompts: list[list[int]], **options: Any) -> None:
+    """Assert that answers are the same alone, behind a prefix hit, side by side, and in chunks on two threads."""
+    options["kv_memory"] = "64MiB"
+
+    async def run() -> None:
+        async with Engine(model, cpu_threads=1, **options) as engine:
+            alone = [await answer(engine, prompt) for prompt in prompts]
+            behind_a_hit = [await answer(engine, prompt) for prompt in prompts]
+            assert behind_a_hit == alone
+            assert engine.stats().cached_tokens > 0
+            assert await answers(engine, prompts) == alone
+        async with Engine(model, cpu_threads=2, max_batched_tokens=24, max_rows=8, **options) as engine:
+            assert await answers(engine, prompts) == alone
+
+    anyio.run(run)
 
 
 def test_an_answer_has_the_same_bits_in_every_company(smollm2: Path) -> None:
-    async def run() -> None:
-        async with Engine(smollm2, kv_memory="64MiB", cpu_threads=1) as engine:
-            alone = [await answer(engine, prompt) for prompt in PROMPTS]
-            behind_a_hit = [await answer(engine, prompt) for prompt in PROMPTS]
-            assert behind_a_hit == alone
-            assert engine.stats().cached_tokens > 0
-            assert await answers(engine) == alone
-        async with Engine(smollm2, kv_memory="64MiB", cpu_threads=2, max_batched_tokens=24, max_rows=8) as engine:
-            assert await answers(engine) == alone
+    check_company(smollm2, PROMPTS)
 
-    anyio.run(run)
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_so_have_models_that_are_quantised_while_they_are_loaded(method: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    prompts = [[id % 500 for id in prompt] for prompt in PROMPTS]
+    check_company(tmp_path, prompts, quantize=method, load_format="random", device="cpu")

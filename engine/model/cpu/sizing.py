@@ -22,6 +22,7 @@ from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context, library
 from headrace.ops.cpu.native.linear import is_native
+from headrace.ops.quantise import format_for
 
 __all__ = ["FREE_SHARE", "CpuSizes", "cpu_dtype", "cpu_limits", "cpu_sizes", "runs_native"]
 
@@ -103,14 +104,16 @@ def cpu_limits(config: EngineConfig, spec: DecoderSpec) -> Limits:
 
 
 def runs_native(config: EngineConfig, spec: DecoderSpec, source: Source) -> bool:
-    """Return whether the operations in C run the model: those for quantised weights, which are kept as stored.
+    """Return whether the operations in C run the model: those for quantised weights, which are kept as they are.
 
     Raises:
         ModelRejected: A tensor is missing, left over or of another shape, or a file is damaged.
     """
     if config.dtype != "auto" or any(kind.scores != Attention.scores for kind in spec.attention_kinds):
         return False
-    return any(map(is_native, stored_formats(source, spec))) and library() is not None
+    made = None if config.quantize is None else format_for(config.quantize, spec.hidden_size)
+    formats = stored_formats(source, spec) if made is None else {made}
+    return any(map(is_native, formats)) and library() is not None
 
 
 def cpu_sizes(
