@@ -18,9 +18,9 @@ from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
 from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.kernels import KERNELS, Kernels
-from headrace.ops.cuda.products.codes import kind_of
+from headrace.ops.cuda.products.codes import Kind, kind_of
 from headrace.ops.cuda.products.fusion import Fusion
-from headrace.ops.cuda.products.registry import Resolved, WeightShape, resolve
+from headrace.ops.cuda.products.registry import ProductKernel, Resolved, WeightShape, resolve
 from headrace.ops.cuda.tuning.table import Span
 from headrace.ops.formats import Dense, Format, Stacked, Stored
 
@@ -100,7 +100,7 @@ def list_kernels(
         kind = product.shape.kind
         coded = () if kind is None else kernels.coded(kind)
         resolved, steps = resolve((*coded, *kernels.products), arch, product.shape), _STEPS[product.name]
-        lines += [Line(what, _WORDS[fusion], _cells(resolved, fusion, rows)) for fusion in steps]
+        lines += [Line(what, _WORDS[fusion], _cells(resolved, fusion, rows, kind)) for fusion in steps]
         refusals += _product_refusals(what, steps, resolved)
         if product.is_unpacked is not None:
             refusals.append(Refusal("those for codes", what, f"{product.is_unpacked}: kept in bfloat16"))
@@ -191,11 +191,16 @@ def _called(product: _Product, layers: int | None) -> str:
     return f"{product.name} ({', '.join(told)})" if told else product.name
 
 
-def _cells(resolved: Resolved, fusion: Fusion, rows: Sequence[int]) -> tuple[str, ...]:
+def _cells(resolved: Resolved, fusion: Fusion, rows: Sequence[int], kind: Kind | None) -> tuple[str, ...]:
+    """Return the kernels, without the kind of codes: the line of a product names its format."""
+
+    def name_of(kernel: ProductKernel) -> str:
+        return kernel.name if kind is None else kernel.name.removesuffix(f", {kind.name}")
+
     table = resolved.kernels[fusion]
     if rows:
-        return tuple("-" if (kernel := table.at(count)) is None else kernel.name for count in rows)
-    return (", ".join(f"{_of(span)}: {kernel.name}" for span, kernel in table.spans) or "-",)
+        return tuple("-" if (kernel := table.at(count)) is None else name_of(kernel) for count in rows)
+    return (", ".join(f"{_of(span)}: {name_of(kernel)}" for span, kernel in table.spans) or "-",)
 
 
 def _of(rows: range) -> str:
