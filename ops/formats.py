@@ -221,6 +221,10 @@ class Stored:
         """Return the same weight on `device`; parts that are there already are not copied."""
         return Stored(self.format, self.shape, {name: part.to(device) for name, part in self.parts.items()})
 
+    def pieces(self) -> list[Stored]:
+        """Return the weights that a `Stacked` one is made of, which share its memory, or this one alone."""
+        return self.format.unstack(self.parts, self.shape) if isinstance(self.format, Stacked) else [self]
+
     def split(self, outputs: Sequence[int]) -> list[Stored]:
         """Return the weights of the next `outputs` outputs each, which share this one's memory.
 

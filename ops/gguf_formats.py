@@ -144,9 +144,11 @@ def int_groups_of(format: Format) -> Format:
 
 def as_int_groups(weight: Stored) -> Stored:
     """Return a weight of Q8_0 or Q4_0 blocks as groups of integers with the same numbers; any other as it is."""
-    format, codes = int_groups_of(weight.format), weight.parts.get("codes")
-    if not isinstance(format, IntGroups) or codes is None:
+    format = int_groups_of(weight.format)
+    if format is weight.format:
         return weight
+    assert isinstance(format, IntGroups)
+    codes = weight.parts["codes"]
     # Q8_0 has signed values, Q4_0 values plus 8; groups of 8 bits have values plus 128.
     values = codes ^ 0x80 if format.bits == 8 else pack_nibbles(_halves(codes.unflatten(-1, (-1, 16))).flatten(-2))
     return Stored(format, weight.shape, {"values": values, "scale": weight.parts["constants"]})

@@ -14,7 +14,7 @@ from headrace.engine.errors import DeviceUnavailable, HeadraceError, InvalidPara
 from headrace.engine.inspection.facts import DeviceFacts, Fit, Problem
 from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import Source, describe_weights
-from headrace.engine.model.cpu.sizing import FREE_SHARE, CpuSizes, cpu_sizes
+from headrace.engine.model.cpu.sizing import FREE_SHARE, CpuSizes, cpu_dtype, cpu_sizes
 from headrace.engine.model.encoder.opening import describe_encoder, encoder_dtype
 from headrace.engine.model.encoder.spec import EncoderSpec
 from headrace.engine.model.shared.device import Limits, fit
@@ -73,26 +73,23 @@ def encoder_facts(device: torch.device, config: EngineConfig, spec: EncoderSpec,
 
 def _on_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | None) -> DeviceFacts:
     problem, sizes = None, None
+    plain = config.model_copy(update={"kv_dtype": "auto"})
     try:
         sizes = _sizes(config, spec, source)
     except HeadraceError as error:
         problem = Problem.of(error)
         if config.kv_dtype != "auto":  # a GPU's option: the rest is known
-            sizes = _known_sizes(config.model_copy(update={"kv_dtype": "auto"}), spec, source)
+            sizes = _known_sizes(plain, spec, source)
     device, free = torch.device("cpu"), free_host_bytes()
     if sizes is None:
-        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        dtype = cpu_dtype(plain)
         kv = spec.num_layers * spec.uniform_attention.state.elements * dtype.itemsize
         return _facts(device, dtype, (), kv, free, problem=problem)
     kv, capacity, advice = sizes.page_bytes // config.page_size, None, None
     if source is not None and problem is None:
-        try:
-            capacity = sizes.capacity()
-        except DeviceUnavailable as error:
-            problem = Problem.of(error)
-            advice = _advice(config, free, lambda changed: cpu_sizes(changed, spec, source).weights)
-        except InvalidParams as error:
-            problem = Problem.of(error)
+        capacity, problem, advice = _room(
+            sizes.capacity, lambda: _advice(config, free, lambda changed: cpu_sizes(changed, spec, source).weights)
+        )
     told = (
         f"Pages take {FREE_SHARE:.1%} of the host memory that is free beside the weights, as an engine without "
         "kv_memory does.",
@@ -129,13 +126,11 @@ def _on_gpu(device: torch.device, config: EngineConfig, spec: DecoderSpec, sourc
     except HeadraceError as error:
         problem = Problem.of(error)
     if source is not None and problem is None:
-        try:
-            capacity = _gpu_capacity(device, config, spec, free - sum(part.nbytes for part in weights), page_bytes)
-        except DeviceUnavailable as error:
-            problem = Problem.of(error)
-            advice = _advice(config, free, lambda changed: _gpu_weights(changed, spec, source))
-        except InvalidParams as error:
-            problem = Problem.of(error)
+        beside = free - sum(part.nbytes for part in weights)
+        capacity, problem, advice = _room(
+            lambda: _gpu_capacity(device, config, spec, beside, page_bytes),
+            lambda: _advice(config, free, lambda changed: _gpu_weights(changed, spec, source)),
+        )
     told = (
         f"Pages take {GPU_FREE_SHARE:.0%} of what weights, {GRAPH_BYTES >> 30} GiB for graphs and the largest step's "
         "activations leave free; an engine measures the activations, here they are estimated.",
@@ -155,6 +150,18 @@ def _gpu_weights(config: EngineConfig, spec: DecoderSpec, source: Source) -> tup
         quantize_head=config.quantize_head,
     )
     return stored_parts(weights)
+
+
+def _room(
+    measure: Callable[[], Capacity], advise: Callable[[], str]
+) -> tuple[Capacity | None, Problem | None, str | None]:
+    """Return (what an engine would hold, why it would not open, what would run where memory is short)."""
+    try:
+        return measure(), None, None
+    except DeviceUnavailable as error:
+        return None, Problem.of(error), advise()
+    except InvalidParams as error:
+        return None, Problem.of(error), None
 
 
 def _advice(config: EngineConfig, free: int, weigh: Callable[[EngineConfig], tuple[WeightPart, ...]]) -> str:

@@ -143,8 +143,7 @@ class NativeOps(CpuOps):
         """Norm, multiply by `qkv`, rotate, store and attend; return (the result, the sum of the stream)."""
         assert isinstance(step, NativeStep) and isinstance(qkv, NativeLinear)
         x_NE, added_NE = _pair(stream)
-        norms = [None, None] if head_norms is None else [self._float(each) for each in head_norms]
-        o_NX = torch.empty(step.tokens, self.heads * self.head_dim)
+        norms, o_NX = self._norms_and_room(head_norms, step)
         context = self._context
         failed = context.kernels.headrace_attend(
             context.handle,
@@ -221,8 +220,7 @@ class NativeOps(CpuOps):
         """Rotate, store and attend; the queries, keys and values are overwritten."""
         assert isinstance(step, NativeStep)
         qkv_NX = as_floats(qkv_NX)
-        norms = [None, None] if head_norms is None else [self._float(each) for each in head_norms]
-        o_NX = torch.empty(step.tokens, self.heads * self.head_dim)
+        norms, o_NX = self._norms_and_room(head_norms, step)
         context = self._context
         failed = context.kernels.headrace_attend_with(
             context.handle,
@@ -235,6 +233,11 @@ class NativeOps(CpuOps):
             o_NX.data_ptr(),
         )
         return _checked(failed, o_NX)
+
+    def _norms_and_room(self, head_norms: HeadNorms | None, step: NativeStep) -> tuple[list[int | None], Tensor]:
+        """Return (addresses of the norms of heads, or None, and room for the result of attention [N, H * D])."""
+        norms: list[int | None] = [None, None] if head_norms is None else [self._float(each) for each in head_norms]
+        return norms, torch.empty(step.tokens, self.heads * self.head_dim)
 
     def _float(self, weight: Tensor) -> int:
         """Return the address of a norm's weight in float32, which is kept together with the weight."""

@@ -135,11 +135,11 @@ class NativeKernel:
 
     def pack(self, weight: Stored, bias_O: Tensor | None, dtype: torch.dtype) -> CpuLinear:
         """Copy the codes into blocks of 16 outputs; the bytes stay about those of the format."""
-        return NativeLinear([_packed(piece) for piece in _pieces(weight)], bias_O, dtype)
+        return NativeLinear([_packed(piece) for piece in weight.pieces()], bias_O, dtype)
 
     def kept(self, weight: Stored, _dtype: torch.dtype) -> list[KeptWeight]:
         """Return the bytes of each piece's blocks."""
-        return [_kept(piece) for piece in _pieces(weight)]
+        return [_kept(piece) for piece in weight.pieces()]
 
 
 class NativePlainKernel:
@@ -159,12 +159,12 @@ class NativePlainKernel:
 
     def pack(self, weight: Stored, bias_O: Tensor | None, dtype: torch.dtype) -> CpuLinear:
         """Copy each matrix into blocks of 16 outputs, those that have codes with their codes."""
-        pieces = [_packed(piece) if _refuses(piece) is None else _plain(piece) for piece in _pieces(weight)]
+        pieces = [_packed(piece) if _refuses(piece) is None else _plain(piece) for piece in weight.pieces()]
         return NativeLinear(pieces, bias_O, dtype)
 
     def kept(self, weight: Stored, _dtype: torch.dtype) -> list[KeptWeight]:
         """Return the bytes of each piece's blocks."""
-        return [_kept(piece) for piece in _pieces(weight)]
+        return [_kept(piece) for piece in weight.pieces()]
 
 
 def as_floats(x: Tensor) -> Tensor:
@@ -176,11 +176,7 @@ def as_floats(x: Tensor) -> Tensor:
 
 def is_native(format: Format) -> bool:
     """Return whether the kernels multiply by matrices of a format as they are stored."""
-    if isinstance(format, IntGroups) and format.ordered:
-        return False
-    return isinstance(format, GgufBlocks) or (
-        isinstance(format, Int4Groups | IntGroups) and (format.group or 0) % _GROUP == 0
-    )
+    return _refuses_format(format) is None
 
 
 _own = threading.local()
@@ -194,26 +190,27 @@ def _own_context() -> Context:
     return context
 
 
-def _pieces(weight: Stored) -> list[Stored]:
-    if not isinstance(weight.format, Stacked):
-        return [weight]
-    return weight.format.unstack(weight.parts, weight.shape)
-
-
 def _refuses(weight: Stored) -> str | None:
     if len(weight.shape) != 2:
         return not_a_matrix(weight)
     if isinstance(weight.format, Stacked):
-        reasons = (_refuses(piece) for piece in _pieces(weight))
+        reasons = (_refuses(piece) for piece in weight.pieces())
         return next((reason for reason in reasons if reason is not None), None)
-    format, ins = weight.format, weight.shape[-1]
+    reason, ins = _refuses_format(weight.format), weight.shape[-1]
+    if reason is not None:
+        return reason
+    return f"takes inputs in a multiple of {_GROUP}, not {ins}" if ins % _GROUP else None
+
+
+def _refuses_format(format: Format) -> str | None:
+    """Return why the kernels multiply by no matrix of a format as it is stored; None if they do."""
     if not isinstance(format, GgufBlocks | Int4Groups | IntGroups):
         return f"multiplies by blocks of GGUF and by groups of integers, not by {format.name}"
     if isinstance(format, IntGroups) and format.ordered:
         return "takes columns in their own order alone"
     if isinstance(format, Int4Groups | IntGroups) and (format.group or 0) % _GROUP:
         return f"takes groups of a multiple of {_GROUP} inputs, not of {format.group}"
-    return f"takes inputs in a multiple of {_GROUP}, not {ins}" if ins % _GROUP else None
+    return None
 
 
 def _sizes(weight: Stored, layout: _Layout, shared: int = 1) -> tuple[int, ...]:

@@ -9,13 +9,20 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from headrace.ops.cuda.products.codes import E4M3, Kind
-from headrace.ops.cuda.products.kernels import WITH_BIAS, EvenHeadProducts, EvenProducts, KernelOfProducts, up_to
+from headrace.ops.cuda.products.kernels import (
+    WITH_BIAS,
+    EvenHeadProducts,
+    EvenProducts,
+    KernelOfProducts,
+    lacks_bfloat16,
+    up_to,
+)
 from headrace.ops.cuda.tuning.table import ANY
 
 if TYPE_CHECKING:
+    import torch
+
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.products.fusion import Fusion
     from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom, ProductRun, WeightShape
@@ -45,9 +52,11 @@ class CodedVectorProducts(_CodedProducts):
     fuses = frozenset(("plain", "logits", "gated"))
     early = frozenset(("weights",))
 
+    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return what the kernel misses: bfloat16."""
+        return lacks_bfloat16(dtype)
+
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
-        if weight.dtype != torch.bfloat16:
-            return f"takes bfloat16, not {str(weight.dtype).removeprefix('torch.')}"
         return WITH_BIAS if weight.has_bias and fusion == "gated" else None
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:

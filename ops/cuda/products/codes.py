@@ -184,8 +184,7 @@ def codes_of(weight: Stored) -> Codes:
 
 
 def _packed(weight: Stored, kind: Kind) -> Stored:
-    pieces = weight.format.unstack(weight.parts, weight.shape) if isinstance(weight.format, Stacked) else [weight]
-    pieces = [as_int_groups(piece) for piece in pieces]
+    pieces = [as_int_groups(piece) for piece in weight.pieces()]
     parts = {"codes": torch.cat([_in_order(piece, kind) for piece in pieces])}
     layout = CodeLayout(kind, torch.float32)
     if not kind.group:

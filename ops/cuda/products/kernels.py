@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRODUCTS", "WITH_BIAS", "CublasProducts", "EvenHeadProducts", "EvenProducts", "FewRowsGatedProducts",
-    "FewRowsProducts", "KernelOfProducts", "TileProducts", "VectorProducts", "dense", "up_to",
+    "FewRowsProducts", "KernelOfProducts", "TileProducts", "VectorProducts", "dense", "lacks_bfloat16",
+    "up_to",
 ]  # fmt: skip
 
 _LINE = 64
@@ -48,6 +49,11 @@ def dense(weight_OI: Tensor) -> Tensor:
 def up_to(most: int, rows: range) -> range:
     """Return the rows that a kernel of at most `most` rows can compute."""
     return range(rows.start, min(rows.stop, most + 1))
+
+
+def lacks_bfloat16(dtype: torch.dtype) -> str | None:
+    """Return what a kernel for bfloat16 alone misses with activations in another dtype."""
+    return None if dtype == torch.bfloat16 else f"takes bfloat16, not {str(dtype).removeprefix('torch.')}"
 
 
 class KernelOfProducts:
@@ -101,9 +107,7 @@ class _Compiled(KernelOfProducts):
 
     def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
         """Return what the kernel misses: bfloat16, or Hopper."""
-        if dtype != torch.bfloat16:
-            return f"takes bfloat16, not {str(dtype).removeprefix('torch.')}"
-        return arch.lacks("wgmma")
+        return lacks_bfloat16(dtype) or arch.lacks("wgmma")
 
 
 class _FewRowsOfSource(_Compiled):

@@ -171,18 +171,12 @@ class CodedVectorRun(_Run):
         coded_vector_linear(product.x_NI, product.codes, product.out, gated=is_gated, pdl=self._pdl)
 
 
-class PassesRun(_Run):
+class PassesRun(EvenRun):
     """Product of rows in passes of as many as the kernel for few rows takes."""
 
-    def __init__(self, room: ProductRoom, kernel: ProductKernel) -> None:
-        """Launch on the stream of `room`."""
-        super().__init__(room, kernel)
-        self._even = EvenLinear(room.scratch, eps=room.eps, pdl=room.pdl)
-
     def _enqueue(self, product: Product) -> None:
-        multiply = self._even.product if product.after is None else self._even.silu_mul
         for x_NI, out in zip(product.x_NI.split(MAX_ROWS), product.out.split(MAX_ROWS), strict=True):
-            multiply(x_NI, product.codes, out)
+            super()._enqueue(product._replace(x_NI=x_NI, out=out))
 
 
 class UnpackedRun(_Run):
