@@ -21,7 +21,7 @@ from rich.progress import Progress
 
 from headrace.engine import Engine, InvalidParams, ResponseFormat, SamplingParams
 from headrace.engine.bench.engine.latency import reached_tokens
-from headrace.engine.bench.opening import Subject, Target, opened, require_room
+from headrace.engine.bench.opening import BenchmarkFailed, Subject, Target, opened, require_room
 from headrace.engine.bench.report import percentile, show, spread, table
 from headrace.engine.bench.workload import random_prompts
 from headrace.engine.intake.messages import Message
@@ -131,7 +131,7 @@ def run(
     """Measure, print and save the figures.
 
     Raises:
-        BenchmarkFailed: The rows never decoded together for long enough, or they do not fit.
+        BenchmarkFailed: The rows never decoded together, or they do not fit.
     """
     anyio.run(_run, target, batches, context, steps, repeats, json_path)
 
@@ -219,26 +219,49 @@ async def _alike(engine: Engine, batch: int, context: int, steps: int, asked: Ma
 async def _spans(
     engine: Engine, rows: tuple[int, int], context: int, steps: int, some: Beside, seed: int
 ) -> list[list[float]]:
-    """Return milliseconds between the tokens of each row while all decode; `rows` is the count and how many ask."""
+    """Return milliseconds between the tokens of each row while all decode; `rows` is the count and how many ask.
+
+    Where some rows ask and others do not, the others start once every asking row has its first token, and the asking
+    rows begin again when they are through, until the others have ended.
+
+    Raises:
+        BenchmarkFailed: The rows never decoded together.
+    """
     batch, asking = rows
     prompts = random_prompts(batch, context, vocab_size=engine.info.vocab_size, seed=seed)
     usual = {"temperature": 1.0, "ignore_eos": True, "max_tokens": steps}
     more = {"max_tokens": 4 * steps} if asking < batch else {}
-    times: list[list[float]] = [[] for _ in prompts]
+    times: list[list[list[float]]] = [[] for _ in prompts]  # of each row's streams
+    all_ask = anyio.Event()
 
     async def read(place: int) -> None:
         asked, hook = ({**more, **some.asked}, some.hook) if place < asking else ({}, None)
         params = SamplingParams(**{**usual, "seed": seed * batch + place, **asked})
+        times[place].append([])
         async for _ in engine.stream(prompts[place], params, logits_processor=hook):
-            times[place].append(1000 * time.perf_counter())
+            times[place][-1].append(1000 * time.perf_counter())
+            if all(each and each[0] for each in times[:asking]):
+                all_ask.set()
 
-    async with anyio.create_task_group() as all_of_them:
-        async with anyio.create_task_group() as others:
-            for place in range(batch):
-                (all_of_them if place < asking < batch else others).start_soon(read, place)
-        all_of_them.cancel_scope.cancel()
-    begun, ended = max(each[0] for each in times), min(each[-1] for each in times[asking % batch :])
-    return [[b - a for a, b in itertools.pairwise(each) if begun <= a and b <= ended] for each in times]
+    async def keep_asking(place: int) -> None:
+        while True:
+            await read(place)
+
+    async with anyio.create_task_group() as asking_rows:
+        for place in range(asking):
+            asking_rows.start_soon(keep_asking if asking < batch else read, place)
+        if asking < batch:
+            await all_ask.wait()
+            async with anyio.create_task_group() as others:
+                for place in range(asking, batch):
+                    others.start_soon(read, place)
+            asking_rows.cancel_scope.cancel()
+    begun, ended = max(each[0][0] for each in times), min(each[-1][-1] for each in times[asking % batch :])
+    pairs = [list(itertools.chain(*map(itertools.pairwise, each))) for each in times]
+    spans = [[b - a for a, b in each if begun <= a and b <= ended] for each in pairs]
+    if not any(spans[:asking]) or not any(spans[asking % batch :]):
+        raise BenchmarkFailed(f"the rows never decoded together for two tokens: use more than --steps {steps}")
+    return spans
 
 
 def _mask_seconds(engine: Engine) -> list[float]:
