@@ -85,7 +85,7 @@ def test_latency_of_rows_with_options(target: Target, out: Path) -> None:
 def test_options_are_measured_beside_none(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_models.random_folder(tmp_path / "bytes", max_position_embeddings=2048, vocab_size=400)
     target = Target(model=str(folder), device="cpu", load_format="random", kv_memory="2MiB")
-    options.run(target, batches=[2], context=20, steps=8, repeats=1, json_path=str(out))
+    options.run(target, batches=[2], context=20, steps=16, repeats=1, json_path=str(out))
     found = read(out)
     (figure,) = found["options"]
     steps = figure["step_ms"]
