@@ -15,6 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from headrace.ops.formats import Int4Groups, PartSpec, Stored, row_blocks
+from headrace.ops.gguf_small import SMALL_KINDS, small_weights
 from headrace.ops.quantised import IntGroups, pack_nibbles
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ _BLOCKS = {
     Kind.Q5_0: _Block(32, 20, 1, True),
     Kind.Q5_1: _Block(32, 20, 2, True),
     Kind.Q8_0: _Block(32, 32, 1, True),
+    Kind.IQ4_NL: _Block(32, 16, 1, True),
+    Kind.IQ4_XS: _Block(256, 134, 1, True),
+    Kind.Q2_K: _Block(256, 80, 2, False),
+    Kind.Q3_K: _Block(256, 108, 1, False),
     Kind.Q4_K: _Block(256, 140, 2, True),
     Kind.Q5_K: _Block(256, 172, 2, True),
     Kind.Q6_K: _Block(256, 208, 1, False),
@@ -103,6 +108,8 @@ class GgufBlocks:
 
     def _weights(self, codes_OBc: Tensor, constants_OBk: Tensor) -> Tensor:
         """Return float32 weights [out, blocks, weights of a block]."""
+        if self.kind in SMALL_KINDS:
+            return small_weights(self.kind, codes_OBc, constants_OBk)
         kind, scale_OB1 = self.kind, constants_OBk[..., :1]
         if kind is Kind.Q8_0:
             return codes_OBc.view(torch.int8).float() * scale_OB1

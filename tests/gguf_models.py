@@ -9,7 +9,18 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-__all__ = ["FFN", "HEADS", "HEAD_DIM", "HIDDEN", "KV_HEADS", "K_KINDS", "SHAPES", "VOCAB", "encoded", "write_model"]
+__all__ = [
+    "FFN",
+    "HEADS",
+    "HEAD_DIM",
+    "HIDDEN",
+    "KV_HEADS",
+    "SHAPES",
+    "UNWRITTEN_KINDS",
+    "VOCAB",
+    "encoded",
+    "write_model",
+]
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 4, 2, 64, 512, 40
 SHAPES = {
@@ -25,18 +36,27 @@ SHAPES = {
     "blk.0.ffn_up.weight": (FFN, HIDDEN),
     "blk.0.ffn_down.weight": (HIDDEN, FFN),
 }
-K_KINDS = [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+UNWRITTEN_KINDS = {
+    Kind.IQ4_NL: (0,),
+    Kind.IQ4_XS: (0,),
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q6_K: (208,),
+}
+"""Kinds of blocks that the package reads and does not write, with the places of their float16 constants in a block."""
 
 
 def encoded(values: np.ndarray[Any, Any], kind: Kind, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """`values` in blocks of `kind`; for the K kinds, which the package does not write, blocks of random bits."""
-    if kind not in K_KINDS:
+    """`values` in blocks of `kind`; for kinds that the package does not write, blocks of random bits."""
+    if kind not in UNWRITTEN_KINDS:
         return gguf.quants.quantize(values, kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (values.shape[0], values.shape[1] // block, size), dtype=np.uint8)
-    scales = slice(size - 2, size) if kind == Kind.Q6_K else slice(0, 4)
-    halves = rng.uniform(-0.1, 0.1, (*raw.shape[:2], (scales.stop - scales.start) // 2)).astype(np.float16)
-    raw[..., scales] = halves.view(np.uint8)
+    for at in UNWRITTEN_KINDS[kind]:
+        halves = rng.uniform(-0.1, 0.1, (*raw.shape[:2], 1)).astype(np.float16)
+        raw[..., at : at + 2] = halves.view(np.uint8)
     return raw.reshape(values.shape[0], -1)
 
 

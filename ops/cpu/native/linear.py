@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from headrace.ops.cpu.linear import ANY_ROWS, KeptWeight, not_a_matrix
+from headrace.ops.cpu.native.integers import as_integers, integers_of
 from headrace.ops.cpu.native.library import Context, LinearStruct, MatrixStruct, library
 from headrace.ops.formats import Int4Groups, Stacked, Stored
 from headrace.ops.gguf_formats import GgufBlocks
@@ -252,12 +253,14 @@ def _layout_of(format: Format, ins: int) -> tuple[_Layout, int]:
 def _kept(weight: Stored) -> KeptWeight:
     if _refuses(weight) is not None:
         return KeptWeight("bfloat16", sum(_sizes(weight, _PLAIN)))
-    return KeptWeight(weight.format.name, sum(_sizes(weight, *_layout_of(weight.format, weight.shape[-1]))))
+    format = integers_of(weight.format)
+    return KeptWeight(format.name, sum(_sizes(weight, *_layout_of(format, weight.shape[-1]))))
 
 
 def _packed(weight: Stored) -> _Matrix:
     kernels = library()
     assert kernels is not None
+    weight = as_integers(weight)
     format = weight.format
     layout, shared = _layout_of(format, weight.shape[-1])
     matrix = _allocate(weight, layout, shared)

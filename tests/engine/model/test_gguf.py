@@ -13,7 +13,7 @@ import pytest
 import torch
 from emulated_cuda import emulated
 from gguf import GGMLQuantizationType as Kind
-from gguf_models import HEAD_DIM, HIDDEN, K_KINDS, VOCAB, write_model
+from gguf_models import HEAD_DIM, HIDDEN, UNWRITTEN_KINDS, VOCAB, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leftovers import settle
@@ -49,7 +49,7 @@ def tensor_of(weight: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("keep_packed", [False, True])
-@pytest.mark.parametrize("kind", [*KINDS, *K_KINDS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*KINDS, *UNWRITTEN_KINDS], ids=lambda kind: kind.name)
 def test_every_kind_loads_as_the_package_dequantises_it(kind: Kind, keep_packed: bool, tmp_path: Path) -> None:
     expected = write_model(tmp_path / "tiny.gguf", kind)
     weights = load(tmp_path / "tiny.gguf", keep_packed=keep_packed)
@@ -89,6 +89,16 @@ def test_only_the_llama_architecture_interleaves_pairs(tmp_path: Path) -> None:
     assert np.array_equal(tensor_of(layer.mixer.matrices["qkv"]).numpy(), rows)
     assert np.array_equal(layer.mixer.vectors["qkv_bias"].numpy(), np.concatenate([expected[name] for name in BIASES]))
     assert np.array_equal(tensor_of(weights.head).numpy(), expected["output.weight"])
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS, ids=lambda kind: kind.name)
+def test_a_gpu_keeps_the_numbers_of_every_kind(kind: Kind, tmp_path: Path) -> None:
+    """Whether it keeps the blocks in codes or makes them dense."""
+    write_model(tmp_path / "tiny.gguf", kind)
+    plain = load(tmp_path / "tiny.gguf").layers[0]
+    layer = load(tmp_path / "tiny.gguf", layout=lambda weight: in_codes(weight, torch.float32)).layers[0]
+    for field, matrix in layer.feed.matrices.items():
+        assert torch.allclose(tensor_of(matrix), tensor_of(plain.feed.matrices[field]), rtol=1e-2, atol=1e-3), field
 
 
 def test_llama_biases_are_put_in_order_too(tmp_path: Path) -> None:
@@ -201,7 +211,13 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "zero size": (header(tensors=(tensor(b"t", [4, 0]),)), "the shape of t"),
     "size": (header(tensors=(tensor(b"t", [HUGE]),)), "a size of t"),
     "product": (header(tensors=(tensor(b"t", [400] * 4),)), "the end of t"),
-    "unsupported kind": (header(tensors=(tensor(b"t", [256], Kind.Q2_K),)), "the type of t is 'Q2_K'"),
+    **{
+        f"unsupported kind {kind.name}": (
+            header(tensors=(tensor(b"t", [256], kind),)),
+            f"the type of t is '{kind.name}'; allowed: F32, F16, BF16, ",
+        )
+        for kind in (Kind.IQ2_XXS, Kind.IQ2_S, Kind.IQ3_S, Kind.IQ1_M, Kind.TQ1_0, Kind.TQ2_0, Kind.MXFP4, Kind.F64)
+    },
     "unknown kind": (header(tensors=(tensor(b"t", [256], 999),)), "the type of t is 999"),
     "part of a block": (header(tensors=(tensor(b"t", [33], Kind.Q4_0),)), "the inner size of t"),
     "offset past the end": (header(tensors=(tensor(b"t", [1], 0, 1 << 62),), data=32), "the end of t"),
