@@ -102,7 +102,8 @@ def header_bytes(file: BinaryIO, name: str, most: int = _MAX_HEADER_BYTES) -> by
     (length,) = struct.unpack("<Q", start)
     limit = min(size - 8, most)
     if length > limit:
-        refuse_file(name, "the header's length", length, f"at most {limit} bytes")
+        cut = " (truncated?)" if length <= most else ""
+        refuse_file(name, "the header's length", length, f"at most {limit} bytes{cut}")
     return _exactly(file, 8, length, name)
 
 

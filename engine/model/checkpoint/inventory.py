@@ -17,7 +17,8 @@ from headrace.ops.formats import Dense, Format
 
 __all__ = ["Inventory"]
 
-_TIED_LEFTOVER = "lm_head.weight"
+_HEAD = "lm_head."
+_TIED_LEFTOVER = f"{_HEAD}weight"
 _PREFIX = "model."
 
 
@@ -54,7 +55,7 @@ class Inventory:
         head_shape = (spec.vocab_size, spec.hidden_size)
         if spec.tied_head and not is_bare and files.shapes.get(_TIED_LEFTOVER) == head_shape:
             self.tied_leftover = find(files, _TIED_LEFTOVER, readers)
-        self._check_leftovers()
+        self._check_leftovers(is_tied=spec.tied_head)
         for name, shape in wanted.items():
             self._check_shape(name, shape)
         for fused in all_parameters(spec):
@@ -87,14 +88,18 @@ class Inventory:
         """Raise `ModelRejected` that says: the tensor is `value`, but `limit` is wanted."""
         refuse_tensor(self.files, tensor, value, limit)
 
-    def _check_leftovers(self) -> None:
+    def _check_leftovers(self, *, is_tied: bool) -> None:
         known = {tensor for found in self._found.values() for tensor in found.tensors}
         known.update(name for names in self.scales for name in names)
         if self.tied_leftover is not None:
             known.update(self.tied_leftover.tensors)
         left = [name for name in self.files.shapes if name not in known and not self.names.harmless.fullmatch(name)]
-        if left:
-            self.refuse(left[0], "left over", f"the tensors of the model ({len(left)} left over)")
+        if not left:
+            return
+        wanted = f"the tensors of the model ({len(left)} left over)"
+        if is_tied and left[0].startswith(_HEAD):
+            wanted = "no head of its own, since tie_word_embeddings is true"
+        self.refuse(left[0], "left over", wanted)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         found = self._found[name]

@@ -171,7 +171,7 @@ class FileMaker:
             pairs = zip(*(self._host_blocks(each) for each in (head, found)), strict=True)
             is_equal = all(torch.equal(*pair) for pair in pairs)
         if not is_equal:
-            self._refuse(head.tensors[0], "tensor", f"equal to {name}, since tie_word_embeddings is true")
+            self._refuse(head.tensors[0], "another matrix", f"equal to {name}, since tie_word_embeddings is true")
 
     def kv_scales(self) -> dict[int, KvScales]:
         """Return (keys, values) scales of the layers that have any.

@@ -330,6 +330,7 @@ def _load(
 ) -> DecoderWeights:
     if spec.tied_head:
         maker.check_tied(top_plan(spec)["embedding_VE"].parts[0])
+    kv_scales = maker.kv_scales()
     weights = _assemble(spec, maker, layers, keep_embedding=keep_embedding)
     maker.check_finite()
-    return replace(weights, kv_scales=maker.kv_scales())
+    return replace(weights, kv_scales=kv_scales)

@@ -19,6 +19,7 @@ from headrace.engine.model.families.registry import from_hf, read_hf_config
 
 Q, K = "model.layers.0.self_attn.q_proj.", "model.layers.0.self_attn.k_proj."
 DOWN = "model.layers.1.mlp.down_proj."
+EMBEDDING, CACHE = "model.embed_tokens.weight", "model.layers.0.self_attn.k_scale"
 Tensors = dict[str, Tensor]
 
 
@@ -54,6 +55,7 @@ def weights(config: dict[str, Any]) -> dict[str, Any]:
 
 
 CT4, CT4Z, ORDER = "compressed int4 groups", "compressed int4 groups with zeros", "compressed int4 in an order"
+LEFT = "since the quantization_config leaves this module as it is"
 CONFIGS: list[tuple[str, Callable[[dict[str, Any]], object], str, str]] = [
     (CT4, lambda c: c.update(quant_method="quip"), "quant_method", "gptq, awq, auto-round"),
     (CT4, lambda c: c.update(quant_method=["awq"]), "quant_method", "fp8"),
@@ -101,10 +103,28 @@ CONFIGS: list[tuple[str, Callable[[dict[str, Any]], object], str, str]] = [
     ("auto-round", lambda c: c.update(bits=2), "bits", "4, 8, 16"),
     ("auto-round", lambda c: c.update(packing_format="auto_round:mlx"), "packing_format", "auto_round:auto_gptq"),
     ("auto-round", lambda c: c.update(data_type="nf4"), "data_type", "mx_fp"),
+    ("awq", lambda c: c.update(group_size=128), Q + "qweight", "whole groups of 128"),
+    ("gptq", lambda c: c.update(group_size=100), Q + "scales", "[2, 192] beside " + Q + "qweight [24, 192]"),
+    ("gptq", lambda c: c.update(group_size=0), "group_size", "an integer from 1"),
+    ("gptq", lambda c: c.pop("bits"), "bits", "4, 8"),
+    ("modelopt nvfp4", lambda c: c.update(quant_algo="MIXED_PRECISION"), Q + "weight", LEFT),
+    ("auto-round", lambda c: c.update(block_name_to_quantize="model.blocks"), Q + "qweight", LEFT),
+    ("compressed int8", lambda c: c["config_groups"]["group_0"].update(targets=["Conv2d"]), "targets", "none of these"),
     # Half of a product that is computed at once.
-    (CT4, lambda c: c["ignore"].append(Q.rstrip(".")), Q + "weight", "tensors of the model"),
-    ("fp8 blocks", lambda c: c.update(ignored_layers=["q_proj"]), Q + "weight", "F32"),
-    ("gptq", lambda c: c.update(dynamic={"-:.*q_proj": {}}), Q + "weight", "tensors of the model"),
+    (CT4, lambda c: c["ignore"].append(Q.rstrip(".")), Q + "weight_packed", LEFT),
+    (
+        "compressed int8",
+        lambda c: c["config_groups"]["group_0"].update(targets=["re:.*q_proj"]),
+        K + "weight",
+        LEFT,
+    ),
+    ("fp8 blocks", lambda c: c.update(ignored_layers=["q_proj"]), Q + "weight", LEFT),
+    ("modelopt nvfp4", lambda c: c["ignore"].append("*q_proj"), Q + "weight", LEFT),
+    ("gptq", lambda c: c.update(dynamic={"-:.*q_proj": {}}), Q + "qweight", LEFT),
+    ("awq", lambda c: c.update(modules_to_not_convert=["q_proj"]), Q + "qweight", LEFT),
+    ("auto-round", lambda c: c.update(extra_config={Q.rstrip("."): {"bits": 16}}), Q + "qweight", LEFT),
+    ("mxfp4", lambda c: c["modules_to_not_convert"].append("q_proj"), Q + "weight_blocks", LEFT),
+    ("bitsandbytes nf4", lambda c: c["llm_int8_skip_modules"].append("q_proj"), Q + "weight", LEFT),
 ]
 
 
@@ -115,7 +135,7 @@ def test_a_config_that_is_not_read_is_refused_by_its_field(
     write_checkpoint(tmp_path, CASES[case])
     change_config(tmp_path, change)
     error = refused(tmp_path)
-    assert field.removesuffix("weight") in (error.field or "") and limit in str(error)
+    assert error.field == field and limit in str(error)
 
 
 def put(name: str, at: tuple[int, ...], value: float) -> Callable[[Tensors], object]:
@@ -194,6 +214,38 @@ TENSORS: list[tuple[str, Callable[[Tensors], object], str, str]] = [
     ("bitsandbytes nf4", drop(Q + "weight.quant_state.bitsandbytes__nf4"), Q + "weight.quant_state", "missing"),
     ("bitsandbytes nf4", swap(Q + "weight", lambda w: w[:-1]), Q + "weight", "[18432, 1]"),
     ("bitsandbytes int8", drop(Q + "SCB"), Q + "SCB", "missing"),
+    # Negative scales, which no tool writes for floats.
+    (
+        "fp8 blocks in bfloat16",
+        put(INVERSE, (0, 1), -1.0),
+        INVERSE,
+        "-1.0 at [0, 1]; wanted: finite scales, above zero",
+    ),
+    ("fp8 tensors", swap(SCALE, torch.neg), SCALE, "above zero"),
+    ("compressed nvfp4", put(SCALE, (2, 1), 0xB8), SCALE, "-1.0 at [2, 1]; wanted: finite scales, not negative"),
+    ("compressed nvfp4", put(Q + "weight_global_scale", (0,), -2.0), Q + "weight_global_scale", "above zero"),
+    ("bitsandbytes fp4", put(Q + "weight.absmax", (0,), -1.0), Q + "weight.absmax", "not negative"),
+    ("bitsandbytes int8", put(Q + "SCB", (1,), -3.0), Q + "SCB", "-3.0 at [1]"),
+    ("fp8 blocks with exponents", put(INVERSE, (0, 1), 255), INVERSE, "nan at [0, 1]"),
+    ("mxfp4", put(Q + "weight_scales", (0, 0), 255), Q + "weight_scales", "nan at [0, 0]"),
+    # Codes of fewer inputs or outputs than the scales beside them are for.
+    ("compressed nvfp4", swap(WORDS, lambda w: w[:, :-8]), SCALE, f"[192, 11] beside {WORDS} [192, 88]"),
+    ("compressed mxfp4", swap(WORDS, lambda w: w[:, :-16]), SCALE, f"[192, 5] beside {WORDS} [192, 80]"),
+    ("gptq", swap(Q + "qweight", lambda w: w[:-1]), Q + "g_idx", f"[184] beside {Q}qweight [23, 192]"),
+    ("awq", swap(Q + "qweight", lambda w: w[:, :-1]), Q + "qzeros", f"[3, 23] beside {Q}qweight [192, 23]"),
+    ("compressed int8", swap(Q + "weight", lambda w: w[:, :-1]), Q + "weight", "the shape [192, 192]"),
+    # What a module has twice.
+    (CT4, lambda t: t.update({Q + "weight": torch.zeros(192, 192)}), Q + "weight", "left over"),
+    (CT4, lambda t: t.update({ZERO: torch.zeros(3, 3, dtype=torch.int32)}), ZERO, "[24, 3]"),
+    (CT4, lambda t: t.update({Q + "weight_g_idx": torch.zeros(7, dtype=torch.int32)}), Q + "weight_g_idx", "[192]"),
+    # An embedding in codes, of which the config says nothing.
+    ("gptq", swap(EMBEDDING, lambda e: e.to(torch.int8)), EMBEDDING, "I8"),
+    ("fp8 tensors", swap(EMBEDDING, lambda e: e.to(torch.float8_e4m3fn)), "model.embed_tokens.weight_scale", "missing"),
+    (CT4, swap(EMBEDDING, lambda e: e.to(torch.int8)), EMBEDDING, "int8"),
+    # Scales of an 8-bit cache.
+    ("compressed fp8 channels", lambda t: t.update({CACHE: torch.tensor(NAN)}), CACHE, "nan; wanted: a positive"),
+    ("compressed fp8 channels", lambda t: t.update({CACHE: torch.tensor(-1.0)}), CACHE, "-1.0; wanted: a positive"),
+    ("compressed fp8 channels", lambda t: t.update({CACHE: torch.ones(2)}), CACHE, "one number"),
     # Tensors of one product that do not agree.
     ("fp8 blocks", plain_q, K + "weight", "which is plain"),
     ("gptq", plain_q, K + "weight", "which is plain"),
@@ -207,7 +259,7 @@ def test_a_damaged_tensor_is_refused_by_its_name(
     write_checkpoint(tmp_path, CASES[case])
     change_tensors(tmp_path, change)
     error = refused(tmp_path)
-    assert (error.field or "").startswith(field) and field in str(error) and told in str(error)
+    assert field in (error.field or "") and told in str(error)
 
 
 def test_tensors_of_one_product_with_other_groups_are_refused(tmp_path: Path) -> None:
@@ -230,14 +282,36 @@ def test_a_quantised_head_that_is_tied_to_a_plain_embedding_is_refused(tmp_path:
     write_checkpoint(tmp_path, CASES["bitsandbytes int8"], tie_word_embeddings=True)
     assert refused(tmp_path).field == "lm_head.weight"
     write_checkpoint(tmp_path, CASES["gptq with rules"], tie_word_embeddings=True)
-    assert (refused(tmp_path).field or "").startswith("lm_head.")
+    error = refused(tmp_path)
+    assert (error.field or "").startswith("lm_head.") and "tie_word_embeddings is true" in str(error)
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [-1, 5000, 8])
+def test_a_truncated_file_is_refused(kept: int, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, CASES["gptq"])
     path = tmp_path / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert "model.safetensors" in str(refused(tmp_path))
+    path.write_bytes(path.read_bytes()[:kept])
+    assert "model.safetensors" in (told := str(refused(tmp_path))) and "truncated?" in told
+
+
+@pytest.mark.parametrize(("case", "tensor"), [("gptq", "qweight"), ("fp8 blocks", "weight"), (CT4, "weight_packed")])
+def test_codes_without_a_config_that_describes_them_are_refused(case: str, tensor: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES[case])
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    error = refused(tmp_path)
+    assert error.field == Q + tensor and "since there is no quantization_config" in str(error)
+
+
+def test_scales_of_integers_may_be_negative_as_auto_rounds_are(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES["auto-round mixture"])
+    spec = from_hf(read_hf_config(tmp_path))
+    before = load_weights(tmp_path, spec, dtype=torch.float32, device="cpu").layers[1].feed.matrices["down"]
+    change_tensors(tmp_path, swap(DOWN + "scales", torch.neg))
+    after = load_weights(tmp_path, spec, dtype=torch.float32, device="cpu").layers[1].feed.matrices["down"]
+    assert torch.equal(after.parts["values"], -before.parts["values"])
 
 
 def test_a_code_for_nan_is_refused_when_it_is_read(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ CHANGES: list[tuple[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Ten
     ("transposed", lambda t: {**t, K1: torch.ones(48, 32)}, K1, r"\[48, 32\]"),
     ("nan", lambda t: {**t, K1: torch.full((32, 48), float("nan"))}, K1, "not finite"),
     ("inf", lambda t: {**t, K1: torch.full((32, 48), -float("inf"))}, K1, "not finite"),
-    ("integers", lambda t: {**t, K1: torch.ones(32, 48, dtype=torch.int8)}, K1, "I8"),
+    ("integers", lambda t: {**t, K1: torch.ones(32, 48, dtype=torch.int8)}, K1, "is int8"),
     ("scale", lambda t: {**t, KV0 + "k_scale": torch.tensor(0.0)}, KV0 + "k_scale", "positive"),
     ("scale", lambda t: {**t, KV0 + "v_scale": torch.tensor(float("nan"))}, KV0 + "v_scale", "positive"),
     ("scales", lambda t: {**t, KV0 + "v_scale": torch.ones(2)}, KV0 + "v_scale", "one number"),

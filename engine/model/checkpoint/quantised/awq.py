@@ -49,11 +49,11 @@ class AwqLayout:
             refuse_tensor(files, weight, f"of {ins} inputs", f"whole groups of {self.group} inputs")
         groups = 1 if self.group is None else ins // self.group
         expect(files, weight, [words], [torch.int32])
-        expect(files, zeros, [(groups, words[1])], [torch.int32])
-        expect(files, scales, [(groups, outs)], FLOATS)
+        expect(files, zeros, [(groups, words[1])], [torch.int32], weight)
+        expect(files, scales, [(groups, outs)], FLOATS, weight)
         format = IntGroups(4, self.group, zeros=True, scale=files.dtype(scales))
         read_from = {"values": weight, "zero": zeros, "scale": scales}
-        check = partial(check_scale, files, scales, may_be_zero=self.group is not None)
+        check = partial(check_scale, files, scales, may_be_zero=self.group is not None, may_be_negative=True)
         tensors = tuple(read_from.values())
         return turned(files, format, (outs, ins), read_from, _turn, tensors, check)
 

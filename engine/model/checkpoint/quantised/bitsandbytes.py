@@ -64,7 +64,7 @@ def _eight_bits(files: SafetensorsFolder, module: str, weight: str) -> Found:
     if len(shape) != 2 or not all(shape):
         refuse_tensor(files, weight, list(shape), "a matrix with elements")
     expect(files, weight, [shape], [torch.int8])
-    expect(files, scale, [(shape[0],)], [torch.float32])
+    expect(files, scale, [(shape[0],)], [torch.float32], weight)
     parts: dict[str, Rows | Whole] = {
         "values": Rows(weight, signed_codes),
         "scale": Rows(scale, lambda block: (block / 127).view(-1, 1)),
@@ -128,7 +128,7 @@ class _FourBits:
         for name in _SIDES:
             tensor = self._side(name)
             if tensor in self.files.shapes and self.files.dtype(tensor) == torch.float32:
-                check_scale(self.files, tensor, may_be_zero=True)
+                check_scale(self.files, tensor, may_be_zero=True, may_be_negative=name.endswith("map"))
 
     def _absmax(self, fields: Fields) -> Tensor:
         """Return the scale of each block in float32."""

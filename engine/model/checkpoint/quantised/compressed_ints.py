@@ -66,12 +66,12 @@ class CompressedInts:
         zero, zeros = f"{module}.weight_zero_point", []
         if not self.symmetric or zero in files.shapes:
             shapes = [(outs, groups), *([(outs,)] if groups == 1 else [])]
-            expect(files, zero, shapes, [torch.int8])
+            expect(files, zero, shapes, [torch.int8], weight)
             zeros = [zero]
         format = IntGroups(8, self.group, zeros=bool(zeros), scale=self._scale_dtype(files, module))
         parts: dict[str, Rows | Whole] = {
             "values": Rows(weight, signed_codes),
-            "scale": self._scale(files, module, outs, groups),
+            "scale": self._scale(files, module, outs, groups, weight),
         }
         if zeros:
             parts["zero"] = Rows(zero, lambda block: signed_codes(block).view(-1, groups))
@@ -85,7 +85,7 @@ class CompressedInts:
         groups = self._groups(files, weight, ins)
         has_zeros, order = not self.symmetric or zero in files.shapes, None
         if index in files.shapes or self.is_ordered:
-            order = sorted_columns(files, index, ins, self.group)
+            order = sorted_columns(files, index, ins, self.group, weight)
         format = IntGroups(self.bits, self.group, has_zeros, order is not None, self._scale_dtype(files, module))
 
         def values(words: Tensor) -> Tensor:
@@ -94,10 +94,10 @@ class CompressedInts:
 
         parts: dict[str, Rows | Whole] = {
             "values": Rows(weight, values),
-            "scale": self._scale(files, module, outs, groups),
+            "scale": self._scale(files, module, outs, groups, weight),
         }
         if has_zeros:
-            expect(files, zero, [(-(-outs * self.bits // 32), groups)], [torch.int32])
+            expect(files, zero, [(-(-outs * self.bits // 32), groups)], [torch.int32], weight)
             parts["zero"] = Whole(lambda: codes_of(read(files, zero).T, self.bits, outs).T.contiguous())
         if order is not None:
             parts["order"] = Whole(order.int)
@@ -124,17 +124,19 @@ class CompressedInts:
             refuse_tensor(files, scale, "missing", f"scales of {module}")
         return files.dtype(scale)
 
-    def _scale(self, files: SafetensorsFolder, module: str, outs: int, groups: int) -> Rows | Whole:
+    def _scale(self, files: SafetensorsFolder, module: str, outs: int, groups: int, weight: str) -> Rows | Whole:
         scale = f"{module}.weight_scale"
         shapes: list[tuple[int, ...]] = [(outs, groups)]
         ones: list[tuple[int, ...]] = [(), (1,), (1, 1)] if groups == 1 and self.symmetric else []
-        expect(files, scale, [*shapes, *([(outs,)] if groups == 1 else []), *ones], FLOATS)
+        expect(files, scale, [*shapes, *([(outs,)] if groups == 1 else []), *ones], FLOATS, weight)
         if outs > 1 and files.shapes[scale] in ones:
             return Whole(lambda: read(files, scale).view(1, 1).repeat(outs, 1))
         return Rows(scale, lambda block: block.view(-1, groups))
 
     def _check(self, files: SafetensorsFolder, module: str) -> Callable[[], None]:
-        return lambda: check_scale(files, f"{module}.weight_scale", may_be_zero=self.group is not None)
+        return lambda: check_scale(
+            files, f"{module}.weight_scale", may_be_zero=self.group is not None, may_be_negative=True
+        )
 
     def _kind(self) -> str:
         return IntGroups(self.bits, self.group).name

@@ -66,7 +66,7 @@ class Float4Layout:
             refuse_tensor(files, values, list(found), f"codes of {ins} inputs in whole groups of {group}")
         expect(files, values, [found], [torch.uint8])
         scales = [torch.uint8, torch.float8_e8m0fnu] if self.factor is None else [torch.float8_e4m3fn]
-        expect(files, scale, [(outs, ins // group)], scales)
+        expect(files, scale, [(outs, ins // group)], scales, values)
         parts: dict[str, Rows | Whole] = {"values": Rows(values, _flat), "scale": Rows(scale, _codes(scales[0]))}
         checks: list[Callable[[], None]] = [partial(check_scale, files, scale, may_be_zero=True)]
         tensors = [values, scale, *present(files, module, UNUSED)]

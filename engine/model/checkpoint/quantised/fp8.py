@@ -62,7 +62,7 @@ class Fp8Layout:
         format = Fp8(self.block)
         grid = format.parts(shape)["scale"].shape
         shapes = [grid] if self.block is not None else [(), (1,), (1, 1), (outs,), (outs, 1)]
-        expect(files, scales[0], shapes, (*FLOATS, *_EXPONENTS))
+        expect(files, scales[0], shapes, (*FLOATS, *_EXPONENTS), weight)
         is_one = self.block is None and files.shapes[scales[0]] in ((), (1,), (1, 1))
 
         def one() -> Tensor:

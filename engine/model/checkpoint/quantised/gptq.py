@@ -69,10 +69,10 @@ class GptqLayout:
         expect(files, weight, [words], [torch.int32])
         ins, outs = words[0] * 32 // self.bits, words[1]
         groups = -(-ins // (self.group or ins))
-        expect(files, scales, [(groups, outs)], FLOATS)
-        expect(files, zeros, [(groups, -(-outs * self.bits // 32))], [torch.int32])
+        expect(files, scales, [(groups, outs)], FLOATS, weight)
+        expect(files, zeros, [(groups, -(-outs * self.bits // 32))], [torch.int32], weight)
         has_index = index in files.shapes or (self.is_ordered and self.group is not None)
-        order = sorted_columns(files, index, ins, self.group) if has_index else None
+        order = sorted_columns(files, index, ins, self.group, weight) if has_index else None
         bits = self.bits
         format = IntGroups(bits, self.group, not self.symmetric, order is not None, files.dtype(scales))
 
@@ -96,7 +96,7 @@ class GptqLayout:
         return turned(files, format, (outs, ins), read_from, turn, tensors, check, kind)
 
     def _check(self, files: SafetensorsFolder, scales: str, zeros: str, outs: int) -> None:
-        check_scale(files, scales, may_be_zero=self.group is not None)
+        check_scale(files, scales, may_be_zero=self.group is not None, may_be_negative=True)
         if not self.symmetric:
             return
         # Some tools call their zeros v1 and store v2's; both mean half of the codes.

@@ -12,13 +12,20 @@ from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 __all__ = ["sorted_columns"]
 
 
-def sorted_columns(files: SafetensorsFolder, tensor: str, ins: int, group: int | None) -> Tensor | None:
+def sorted_columns(files: SafetensorsFolder, tensor: str, ins: int, group: int | None, weight: str) -> Tensor | None:
     """Return the order [in] (int64) in which the columns of one group stand together; None if they do as they are.
+
+    Args:
+        files: The open checkpoint.
+        tensor: The tensor with the group of each column.
+        ins: The number of columns.
+        group: Columns of a group; None for all of them.
+        weight: The tensor of the codes, for messages.
 
     Raises:
         ModelRejected: The tensor is no int32 [in], a number is no group, or the groups have other sizes than `group`.
     """
-    expect(files, tensor, [(ins,)], [torch.int32])
+    expect(files, tensor, [(ins,)], [torch.int32], weight)
     group_I = read(files, tensor)
     plain_I = torch.arange(ins) // (group or ins)
     if torch.equal(group_I.long(), plain_I):

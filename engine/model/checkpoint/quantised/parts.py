@@ -81,10 +81,24 @@ def present(files: SafetensorsFolder, module: str, names: Iterable[str]) -> tupl
 
 
 def expect(
-    files: SafetensorsFolder, tensor: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+    files: SafetensorsFolder,
+    tensor: str,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    beside: str = "",
 ) -> None:
-    """Refuse a tensor that is missing, or that has none of the given shapes or dtypes."""
+    """Refuse a tensor that is missing, or that has none of the given shapes or dtypes.
+
+    Args:
+        files: The open checkpoint.
+        tensor: The tensor's name.
+        shapes: The shapes that it may have.
+        dtypes: The dtypes that it may have.
+        beside: The tensor from whose shape these shapes follow, for the message; empty if there is none.
+    """
     wanted = f"{_either(str(each).removeprefix('torch.') for each in dtypes)} {_either(str(list(s)) for s in shapes)}"
+    if beside:
+        wanted += f" beside {beside} {list(files.shapes[beside])}"
     if tensor not in files.shapes:
         refuse_tensor(files, tensor, "missing", wanted)
     if files.shapes[tensor] not in shapes or files.dtype(tensor) not in dtypes:
@@ -102,24 +116,34 @@ def read(files: SafetensorsFolder, tensor: str, *allocate: Allocate) -> Tensor:
     return files.rows(tensor, 0, shape[0] if shape else 1, *allocate).view(shape)
 
 
-def check_scale(files: SafetensorsFolder, tensor: str, *, may_be_zero: bool = False) -> None:
-    """Refuse scales that are NaN or infinite, and zeros, unless a group of zeros has one.
+def check_scale(
+    files: SafetensorsFolder, tensor: str, *, may_be_zero: bool = False, may_be_negative: bool = False
+) -> None:
+    """Refuse scales that are NaN or infinite, and zeros and negative ones where they mean damage.
+
+    Args:
+        files: The open checkpoint.
+        tensor: The tensor of scales.
+        may_be_zero: Whether scales may be zero, as those of groups of zeros are.
+        may_be_negative: Whether scales may be negative, as AutoRound's for integers are.
 
     Raises:
         ModelRejected: There is such a scale.
     """
     whole, sign, least = _NOT_FINITE[files.dtype(tensor)]
-    may_be_zero = may_be_zero or not sign  # exponents have no zero
+    low = 0 if may_be_zero or not sign else 1  # exponents have no zero
     for first, block in files.raw_blocks(tensor, _CHECKED_ELEMENTS):
-        size = block.view(whole) & ~sign if sign else block.view(whole)
-        if int(size.max()) < least and (may_be_zero or int(size.min())):
+        # As integers positive floats are in their order. Negative ones lie below all of them, or above if unsigned.
+        size = block.view(whole) & ~sign if may_be_negative else block.view(whole)
+        if int(size.max()) < least and int(size.min()) >= low:
             continue
-        bad = size >= least if may_be_zero else (size >= least) | (size == 0)
-        at = bad.nonzero()[0].tolist()
+        at = ((size >= least) | (size < low)).nonzero()[0].tolist()
         exponents = block.view(torch.float8_e8m0fnu) if block.dtype == torch.uint8 else block
         value = float(exponents[tuple(at)])
         at[0] += first
-        refuse_tensor(files, tensor, f"{value} at {at}", "finite scales" + ("" if may_be_zero else ", not zero"))
+        wanted = "not zero" if may_be_negative else "not negative" if may_be_zero else "above zero"
+        is_any = not sign or (may_be_zero and may_be_negative)
+        refuse_tensor(files, tensor, f"{value} at {at}", "finite scales" + ("" if is_any else f", {wanted}"))
 
 
 def by_rows(

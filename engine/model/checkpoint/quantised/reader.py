@@ -7,7 +7,7 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from headrace.adapters.untrusted import Fields
-from headrace.engine.model.checkpoint.found import Checkpoint, Found
+from headrace.engine.model.checkpoint.found import Checkpoint, Found, refuse_tensor
 from headrace.engine.model.checkpoint.quantised import (
     auto_round,
     awq,
@@ -18,6 +18,7 @@ from headrace.engine.model.checkpoint.quantised import (
     gptq,
     modelopt,
 )
+from headrace.engine.model.checkpoint.quantised.parts import is_plain, present
 from headrace.engine.model.checkpoint.quantised.rules import Rules
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.families.registry import read_hf_config
@@ -38,6 +39,8 @@ METHODS: Final[Mapping[str, Callable[[Fields, frozenset[str]], Rules]]] = {
 """What reads a quantization_config, by its `quant_method`."""
 _SPELLINGS: Final = {"intel/auto-round": "auto-round", "modelopt_fp4": "modelopt"}
 _WEIGHT: Final = ".weight"
+_CODES: Final = ("weight", "weight_packed", "qweight", "weight_blocks")
+"""Names of a module's tensors that may be codes."""
 
 
 class QuantisedTensors:
@@ -61,7 +64,21 @@ class QuantisedTensors:
             self._rules[files] = _rules(files)
         rules, module = self._rules[files], name.removesuffix(_WEIGHT)
         layout = None if rules is None else rules(module)
-        return None if layout is None else layout.find(files, module)
+        if layout is not None:
+            return layout.find(files, module)
+        _check_plain(files, module, is_quantised=rules is not None)
+        return None
+
+
+def _check_plain(files: SafetensorsFolder, module: str, *, is_quantised: bool) -> None:
+    """Refuse the codes of a module that the config does not quantise; `is_quantised`: it quantises others."""
+    reason = (
+        "the quantization_config leaves this module as it is" if is_quantised else "there is no quantization_config"
+    )
+    for tensor in present(files, module, _CODES):
+        if not is_plain(files, tensor):
+            dtype = str(files.dtype(tensor)).removeprefix("torch.")
+            refuse_tensor(files, tensor, dtype, f"floats that are weights as they are, since {reason}")
 
 
 def _rules(files: SafetensorsFolder) -> Rules | None:
