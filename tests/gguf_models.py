@@ -61,11 +61,14 @@ def encoded(values: np.ndarray[Any, Any], kind: Kind, rng: np.random.Generator) 
 
 
 def write_model(
-    path: Path, kind: Kind, arch: str = "llama", extra: dict[str, tuple[int, ...]] | None = None
+    path: Path, kind: Kind, arch: str = "llama", extra: dict[str, tuple[int, ...]] | None = None, **split: Any
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Write a tiny model whose matrices are of `kind`; return every tensor as the gguf package dequantises it."""
+    """Write a tiny model whose matrices are of `kind`; return every tensor as the gguf package dequantises it.
+
+    `split` is the package's `split_max_tensors` and what goes with it: parts are named after `path`.
+    """
     rng = np.random.default_rng(3)
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, **split)
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Final, NamedTuple, NoReturn
 
+from headrace.adapters.gguf_parts import first_parts, model_stem, parts_of
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import ModelRejected
 
@@ -29,7 +30,7 @@ class ModelFiles(NamedTuple):
     """Path and name of a model."""
 
     path: Path
-    """A folder in Hugging Face layout, or a GGUF file."""
+    """A folder in Hugging Face layout, or a GGUF file: the first one of a model that is split."""
     name: str
 
 
@@ -52,7 +53,7 @@ def find_model(config: EngineConfig) -> ModelFiles:
         _refuse("model", config.model, f"{config.model} is no .gguf file; {_RUNS} would run{_advice(path)}")
     if path.is_dir():
         return ModelFiles(path, name or path.name)
-    return ModelFiles(path, path.stem)
+    return ModelFiles(path, model_stem(path.name))
 
 
 def _of_folder(folder: Path, config: EngineConfig) -> Path:
@@ -87,10 +88,16 @@ def _meant(names: Iterable[str], config: EngineConfig) -> list[str]:
     return [name for name, end in ends if fnmatchcase(end, pattern) or fnmatchcase(PurePath(end).name, pattern)]
 
 
+def _holds_one(names: list[str], config: EngineConfig) -> bool:
+    """Return whether `names` hold all files of the one GGUF model that is meant, and of no other."""
+    found = first_parts(_meant(names, config))
+    return len(found) == 1 and set(parts_of(found[0])) <= set(names)
+
+
 def _one_gguf(names: Iterable[str], config: EngineConfig, where: str) -> str:
-    """Return the one GGUF file of `names` that is meant."""
+    """Return the one GGUF file of `names` that is meant, of a model that is split its first."""
     names = list(names)
-    found = _meant(names, config)
+    found = first_parts(_meant(names, config))
     if len(found) == 1:
         return found[0]
     if found:
@@ -122,12 +129,13 @@ def _from_hub(config: EngineConfig) -> Path:
             told = f"nothing of {model} on this machine matches {config.file}; allow_download=True fetches what does"
             _refuse("file", config.file, told)
         return kept
-    if kept is not None and config.file is not None and len(_meant(_ggufs(kept, config), config)) == 1:
+    if kept is not None and config.file is not None and _holds_one(_ggufs(kept, config), config):
         return kept
     try:
         names = [each.rfilename for each in HfApi().model_info(model).siblings or ()]
         if config.file is not None or not any(name.endswith((".safetensors", ".bin")) for name in names):
-            return Path(hf_hub_download(model, _one_gguf(names, config, model)))
+            parts = [hf_hub_download(model, each) for each in parts_of(_one_gguf(names, config, model))]
+            return Path(parts[0])
         return Path(snapshot_download(model, allow_patterns=_WANTED))
     except ModelRejected:
         raise

@@ -22,6 +22,7 @@ from headrace.engine.life.model_files import find_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAMES = ("Tiny-Q4_K_M.gguf", "Tiny-Q8_0.gguf", "sub/mmproj-Tiny.gguf")
+PARTS = ("BF16/Tiny-BF16-00001-of-00002.gguf", "BF16/Tiny-BF16-00002-of-00002.gguf")
 
 
 def refused(model: object, **options: Any) -> ModelRejected:
@@ -197,14 +198,14 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path.startswith("/api/models/someone/Tiny-GGUF"):
-            siblings = [{"rfilename": name} for name in NAMES]
+            siblings = [{"rfilename": name} for name in (*NAMES, *PARTS)]
             body = json.dumps({"id": "someone/Tiny-GGUF", "sha": COMMIT, "siblings": siblings}).encode()
         else:
             body = b"GGUF"
             if self.command == "GET":
                 self.fetched.append(path.rpartition("/")[2])
         self.send_response(200)
-        headers = {"Content-Length": str(len(body)), "ETag": '"one"', "X-Repo-Commit": COMMIT}
+        headers = {"Content-Length": str(len(body)), "ETag": f'"{path.rpartition("/")[2]}"', "X-Repo-Commit": COMMIT}
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
@@ -233,3 +234,12 @@ def test_only_the_file_that_was_chosen_is_fetched(hub: str, tmp_path: Path) -> N
     assert found(tmp_path, hub, file="*Q4_K_M.gguf", allow_download=True) == [NAMES[0], "Tiny-Q4_K_M", True]
     assert Hub.fetched == [NAMES[0]]
     assert found(tmp_path, file="*Q4_K_M.gguf") == [NAMES[0], "Tiny-Q4_K_M", True]  # and is there from now on
+
+
+def test_all_parts_of_a_model_are_fetched(hub: str, tmp_path: Path) -> None:
+    wanted = [PARTS[0].rpartition("/")[2], "Tiny-BF16", True]
+    assert found(tmp_path, hub, file="*BF16*", allow_download=True) == wanted
+    assert Hub.fetched == [part.rpartition("/")[2] for part in PARTS]
+    next(tmp_path.rglob("*-00002-of-00002.gguf")).unlink()
+    assert found(tmp_path, hub, file="*BF16*", allow_download=True) == wanted
+    assert next(tmp_path.rglob("*-00002-of-00002.gguf")).exists()

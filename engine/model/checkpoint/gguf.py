@@ -1,30 +1,29 @@
-"""Reads GGUF files: checks a possibly hostile header, then hands out metadata and tensors; never builds a model.
+"""Reads GGUF files: opens all files of a model, hands out metadata and tensors; never builds a model.
 
-The whole header is parsed and checked here, once, before any tensor is read, so no count, length or offset in the file
-decides an allocation or a seek on its own. The `gguf` package supplies the block formats. Tensors are read with plain
-reads, not a mapping: a file that shrinks meanwhile is an error instead of a bus fault, and closing is final.
+The header is checked as a whole before any tensor is read (gguf_header.py). Tensors are read with plain reads, not a
+mapping: a file that shrinks meanwhile is an error instead of a bus fault, and closing is final.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
-import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, BinaryIO, NoReturn, Self
 
 import gguf
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from headrace.adapters.gguf_parts import parts_of
 from headrace.adapters.untrusted import open_file
 from headrace.engine.errors import ModelRejected
+from headrace.engine.model.checkpoint.gguf_header import GgufTensor, read_gguf_header
 from headrace.engine.model.families.registry import from_gguf
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks
@@ -32,225 +31,91 @@ from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks
 if TYPE_CHECKING:
     from headrace.ops.formats import Stored
 
-__all__ = ["GgufFile", "GgufTensor"]
+__all__ = ["GgufFile"]
 
-_KINDS = (Kind.F32, Kind.F16, Kind.BF16, *BLOCK_KINDS)
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_BOOL, _STRING, _ARRAY = 7, 8, 9
-_LENGTH = struct.Struct("<Q")
-_MAX_TENSORS = 1 << 16
-_MAX_KEYS = 1 << 16
-_MAX_NAME_BYTES = 1 << 10
-_MAX_STRING_BYTES = 16 << 20
-_MAX_METADATA_BYTES = 256 << 20
-_MAX_VALUES = 1 << 21
-"""Most array elements in all metadata together: the largest vocabularies with their merges need about a million."""
-_MAX_DIMS = 4
-_MAX_ALIGNMENT = 1 << 16
 _BLOCK_ELEMENTS = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """Place of a tensor in its file, and its encoding."""
-
-    kind: Kind
-    shape: tuple[int, ...]
-    """Shape with the outer size first, as torch has it; the file stores the inner size first."""
-    offset: int
-    """Position of the data, in bytes from the start of the file."""
-    nbytes: int
-
-
-class _Header:
-    """A cursor over the header that refuses to read past the end or beyond a limit."""
-
-    def __init__(self, data: mmap.mmap, name: str) -> None:
-        self.data = data
-        self.name = name
-        self.at = 0
-        self.values_left = _MAX_VALUES
-
-    def refuse(self, field: str, value: object, limit: object) -> NoReturn:
-        shown = f"{value!r}"[:200]
-        raise ModelRejected(f"{self.name}: {field} is {shown}; allowed: {limit}", field=field, value=value, limit=limit)
-
-    def skip(self, count: int, field: str) -> int:
-        """Move past `count` bytes and return where they start."""
-        start = self.at
-        if count > min(len(self.data), _MAX_METADATA_BYTES) - start:
-            self.refuse(f"the end of {field}", start + count, f"{min(len(self.data), _MAX_METADATA_BYTES)} bytes")
-        self.at = start + count
-        return start
-
-    def scalar(self, code: str, field: str) -> Any:
-        start = self.skip(struct.calcsize("<" + code), field)
-        if code == "?" and self.data[start] > 1:
-            self.refuse(field, self.data[start], "0 or 1")
-        return struct.unpack_from("<" + code, self.data, start)[0]
-
-    def count(self, code: str, field: str, limit: int) -> int:
-        value: int = self.scalar(code, field)
-        if value > limit:
-            self.refuse(field, value, f"at most {limit}")
-        return value
-
-    def text(self, field: str, limit: int) -> str:
-        length = self.count("Q", f"the length of {field}", limit)
-        start = self.skip(length, field)
-        try:
-            return str(self.data[start : start + length], "utf-8")
-        except UnicodeDecodeError as error:
-            self.refuse(field, self.data[start : start + min(length, 50)], f"UTF-8 ({error.reason})")
-
-    def value(self, kind: int, field: str) -> object:
-        if kind == _STRING:
-            return self.text(field, _MAX_STRING_BYTES)
-        if kind in _SCALARS:
-            return self.scalar(_SCALARS[kind], field)
-        if kind != _ARRAY:
-            self.refuse(f"the type of {field}", kind, "0 to 12")
-        return self._array(field)
-
-    def _array(self, field: str) -> list[Any]:
-        kind: int = self.scalar("I", f"the element type of {field}")
-        if kind != _STRING and kind not in _SCALARS:
-            self.refuse(f"the element type of {field}", kind, "a number, a bool or a string (no nested arrays)")
-        count = self.count("Q", f"the length of {field}", self.values_left)
-        self.values_left -= count
-        if kind == _STRING:
-            return self._texts(count, field)
-        form = f"<{count}{_SCALARS[kind]}"
-        start = self.skip(struct.calcsize(form), field)
-        return list(struct.unpack_from(form, self.data, start))
-
-    def _texts(self, count: int, field: str) -> list[str]:
-        """Read strings as `text` does, and leave it to `text` to refuse the first that is invalid."""
-        data, at = self.data, self.at
-        end = min(len(data), _MAX_METADATA_BYTES)
-        found: list[str] = []
-        length_at, add = _LENGTH.unpack_from, found.append  # a vocabulary has a hundred thousand and more
-        with contextlib.suppress(struct.error, UnicodeDecodeError):
-            for _ in range(count):
-                start = at + 8
-                stop = start + length_at(data, at)[0]
-                if stop > end or stop - start > _MAX_STRING_BYTES:
-                    break
-                add(data[start:stop].decode())
-                at = stop
-        self.at = at
-        return found + [self.text(field, _MAX_STRING_BYTES) for _ in range(count - len(found))]
-
-
-def _metadata(header: _Header, count: int) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for index in range(count):
-        key = header.text(f"metadata key {index}", _MAX_NAME_BYTES)
-        if key in found:
-            header.refuse("metadata key", key, "each key once")
-        found[key] = header.value(header.scalar("I", f"the type of {key}"), key)
-    return found
-
-
-def _tensor(header: _Header, name: str) -> GgufTensor:
-    """Read one tensor's entry; its offset still counts from the start of the data."""
-    dims = header.count("I", f"the dimensions of {name}", _MAX_DIMS)
-    sizes = [header.count("Q", f"a size of {name}", len(header.data) * 8) for _ in range(dims)]
-    if not sizes or min(sizes) < 1:
-        header.refuse(f"the shape of {name}", sizes, f"1 to {_MAX_DIMS} sizes of at least 1")
-    number: int = header.scalar("I", f"the type of {name}")
-    kind = next((known for known in Kind if known == number), None)
-    if kind not in _KINDS:
-        shown = kind.name if kind is not None else number
-        header.refuse(f"the type of {name}", shown, ", ".join(known.name for known in _KINDS))
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    if sizes[0] % block:
-        header.refuse(f"the inner size of {name}", sizes[0], f"a multiple of {block} for {kind.name}")
-    nbytes = math.prod(sizes) // block * block_bytes
-    return GgufTensor(kind, tuple(reversed(sizes)), header.scalar("Q", f"the offset of {name}"), nbytes)
-
-
-def _tensors(header: _Header, count: int) -> dict[str, GgufTensor]:
-    found: dict[str, GgufTensor] = {}
-    for index in range(count):
-        name = header.text(f"the name of tensor {index}", _MAX_NAME_BYTES)
-        if name in found:
-            header.refuse("tensor", name, "each name once")
-        found[name] = _tensor(header, name)
-    return found
-
-
-def _placed(header: _Header, tensors: dict[str, GgufTensor], alignment: int) -> dict[str, GgufTensor]:
-    """Return the tensors with offsets from the start of the file, once each lies in the file and in no other."""
-    base = -(-header.at // alignment) * alignment
-    placed: dict[str, GgufTensor] = {}
-    end = base
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
-        start = base + tensor.offset
-        if tensor.offset % alignment or start < end:
-            header.refuse(f"the offset of {name}", tensor.offset, f"a multiple of {alignment} past the tensor before")
-        end = start + tensor.nbytes
-        if end > len(header.data):
-            header.refuse(f"the end of {name}", end, f"the file's size, {len(header.data)} (truncated?)")
-        placed[name] = GgufTensor(tensor.kind, tensor.shape, start, tensor.nbytes)
-    return placed
-
-
-def _parse(data: mmap.mmap, name: str) -> tuple[dict[str, object], dict[str, GgufTensor]]:
-    header = _Header(data, name)
-    magic = header.scalar("I", "the magic number")
-    if magic != gguf.GGUF_MAGIC:
-        header.refuse("the magic number", magic.to_bytes(4, "little"), "b'GGUF', with which every GGUF file begins")
-    version = header.scalar("I", "the version")
-    if version not in (2, 3):
-        header.refuse("the version", version, "2 or 3, little-endian")
-    tensor_count = header.count("Q", "the number of tensors", _MAX_TENSORS)
-    metadata = _metadata(header, header.count("Q", "the number of metadata keys", _MAX_KEYS))
-    alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or not 1 <= alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
-        header.refuse("general.alignment", alignment, f"a power of two up to {_MAX_ALIGNMENT}")
-    return metadata, _placed(header, _tensors(header, tensor_count), alignment)
+_NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
 class GgufFile:
-    """An open GGUF file whose header has been checked: `metadata` as plain Python values, tensors on demand.
+    """An open GGUF model whose header has been checked: `metadata` as plain Python values, tensors on demand.
 
-    Close it, or leave its `with` block, when the weights are loaded; the metadata stays readable. Several threads may
-    read tensors at a time.
+    A model is one file, or several (`split.count`) that are named NAME-00001-of-00003.gguf and so on. Close them, or
+    leave the `with` block, when the weights are loaded; the metadata stays readable. Several threads may read tensors
+    at a time.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open `path` and check its header.
+        """Open `path` and check its header; of a model that is split, open all parts, of which `path` is the first.
 
         Raises:
-            ModelRejected: The file is missing, truncated or hostile, or holds a tensor type that is not supported.
+            ModelRejected: A file is missing, truncated or hostile, holds a tensor type that is not supported, or is not
+                the part that its name says.
         """
         self.path = Path(path)
         self.name = self.path.name
+        self.tensors: dict[str, GgufTensor] = {}
+        """Place of each tensor in its file, by its name."""
+        self._open = ExitStack()
+        self._where: dict[str, tuple[BinaryIO, str]] = {}
         try:
-            self._file = open_file(self.path)
-        except OSError as error:
-            raise ModelRejected(f"{self.name}: cannot be read ({error.strerror})", field=self.name) from error
-        try:
-            if os.fstat(self._file.fileno()).st_size == 0:
-                raise ModelRejected(f"{self.name}: the file is empty", field=self.name)
-            with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                self.metadata, self.tensors = _parse(data, self.name)
+            self.metadata = self._add(self.path)
+            if self.metadata.get(_COUNT) not in (None, 0, 1):
+                self._add_parts()
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
+    def _add(self, path: Path) -> dict[str, object]:
+        """Open one file, take over its tensors, and return its metadata."""
+        try:
+            file = self._open.enter_context(open_file(path))
+        except OSError as error:
+            raise ModelRejected(f"{path.name}: cannot be read ({error.strerror})", field=path.name) from error
+        if os.fstat(file.fileno()).st_size == 0:
+            raise ModelRejected(f"{path.name}: the file is empty", field=path.name)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            metadata, tensors = read_gguf_header(data, path.name)
+        for name, tensor in tensors.items():
+            if name in self.tensors:
+                _refuse(path.name, "tensor", name, f"once, but {self._where[name][1]} has it, too")
+            self.tensors[name] = tensor
+            self._where[name] = file, path.name
+        return metadata
+
+    def _add_parts(self) -> None:
+        """Open the parts of a model beside the first, and refuse them unless they are parts of one model."""
+        count, names = self.metadata[_COUNT], parts_of(self.name)
+        if len(names) != count:
+            _refuse(self.name, _COUNT, count, f"{len(names)}, as the file's name says (NAME-00001-of-00003.gguf)")
+        if (self.metadata.get(_NUMBER), self.name) != (0, names[0]):
+            _refuse(self.name, _NUMBER, self.metadata.get(_NUMBER), f"0, the model's first part: open {names[0]}")
+        for number, name in enumerate(names[1:], 1):
+            path = self.path.with_name(name)
+            if not path.exists():
+                told = f"{self.name}: {name}, part {number + 1} of {count}, is missing; all parts belong in one folder"
+                raise ModelRejected(told, field=name, limit="every part present")
+            metadata = self._add(path)
+            if metadata.get(_NUMBER) != number:
+                _refuse(name, _NUMBER, metadata.get(_NUMBER), f"{number}, as the file's name says")
+            for key in sorted((metadata.keys() & self.metadata.keys()) - {_NUMBER}):
+                if metadata[key] != self.metadata[key]:
+                    _refuse(name, key, metadata[key], f"the value that {self.name} has")
+        told = self.metadata.get(_TENSORS, len(self.tensors))
+        if told != len(self.tensors):
+            _refuse(self.name, _TENSORS, told, f"{len(self.tensors)}, the tensors of all parts")
+
     def __enter__(self) -> Self:
-        """Return the file itself."""
+        """Return the open model itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Close the file."""
+        """Close all files."""
         self.close()
 
     def close(self) -> None:
-        """Release the file; idempotent."""
-        self._file.close()
+        """Release the files; idempotent."""
+        self._open.close()
 
     def spec(self) -> DecoderSpec:
         """Return the spec that the metadata and the tensors' names and shapes describe.
@@ -317,16 +182,22 @@ class GgufFile:
         rows = math.prod(tensor.shape[:-1])
         row_bytes = tensor.nbytes // rows
         step = max(elements // columns, 1)
+        file, file_name = self._where[name]
         for first in range(0, rows, step):
             data = bytearray(min(step, rows - first) * row_bytes)
             view = memoryview(data)
             start, done = tensor.offset + first * row_bytes, 0
             while done < len(view):
-                got = os.preadv(self._file.fileno(), [view[done:]], start + done)
+                got = os.preadv(file.fileno(), [view[done:]], start + done)
                 if not got:
-                    raise ModelRejected(f"{self.name}: the file ends inside {name}", field=name)
+                    raise ModelRejected(f"{file_name}: the file ends inside {name}", field=name)
                 done += got
             yield first, torch.frombuffer(data, dtype=torch.uint8).view(-1, row_bytes)
+
+
+def _refuse(file: str, field: str, value: object, limit: object) -> NoReturn:
+    shown = f"{value!r}"[:200]
+    raise ModelRejected(f"{file}: {field} is {shown}; allowed: {limit}", field=field, value=value, limit=limit)
 
 
 def _dequantised(raw: torch.Tensor, kind: Kind) -> torch.Tensor:

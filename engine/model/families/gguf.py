@@ -102,8 +102,6 @@ class GgufHeader(Fields):
                 continue
             if short not in _NEUTRAL or value not in _NEUTRAL[short]:
                 self.refuse(key, _NEUTRAL.get(short, ("models without this key",))[0])
-        if self.data.get("split.count") not in (None, 0, 1):
-            self.refuse("split.count", "one file")
 
     def key(self, short: str) -> str:
         """Return the metadata's name of a key of the architecture."""

@@ -253,11 +253,9 @@ def test_what_a_gguf_header_may_not_say(change: dict[str, object], field: str) -
     assert caught.value.field == field and "x.gguf" in str(caught.value)
 
 
-def test_unknown_gguf_architectures_and_splits_are_refused() -> None:
+def test_unknown_gguf_architectures_are_refused() -> None:
     with pytest.raises(ModelRejected, match="general.architecture is 'gemma3'"):
         from_gguf({**gguf_model(), "general.architecture": "gemma3"}, SHAPES)
-    with pytest.raises(ModelRejected, match=r"split\.count"):
-        from_gguf({**gguf_model(), "split.count": 3}, SHAPES)
 
 
 def test_reading_a_spec_needs_no_torch() -> None:
