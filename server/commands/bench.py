@@ -8,17 +8,21 @@ import typer
 
 from headrace.server.commands.arguments import JsonOption, ModelArgument, chosen_model, shares_of, sizes_of
 from headrace.server.commands.bench_options import (
+    AnswerOption,
+    BatchesOption,
     DeviceOption,
     FormatOption,
     KvOption,
     PeerOption,
     ProfileOption,
+    PromptOption,
     RepeatsOption,
     RequestsOption,
     RowsOption,
     ScaleOption,
     SetOption,
     ShapeArgument,
+    StepsOption,
     ThreadsOption,
     target_of,
 )
@@ -31,9 +35,9 @@ bench = typer.Typer(help="Measure headrace on this machine.", no_args_is_help=Tr
 @bench.command("latency", short_help="Time of decode steps and prompts, beside the least that this machine allows.")
 def bench_latency(
     model: ShapeArgument = None,
-    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,16,64,256",
+    batches: BatchesOption = "1,16,64,256",
     context: Annotated[int, typer.Option(help="Mean tokens of a row while it is measured.", min=1)] = 1000,
-    steps: Annotated[int, typer.Option(help="Decode steps that count in each run.", min=8)] = 128,
+    steps: StepsOption = 128,
     prefill: Annotated[
         str | None,
         typer.Option(help="Also measure prompts a second, with so many prompts of so many tokens, such as 32x2048."),
@@ -73,9 +77,9 @@ def bench_latency(
 @bench.command("lora", short_help="What adapters cost.")
 def bench_lora(
     model: ShapeArgument = None,
-    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,64",
+    batches: BatchesOption = "1,8,64",
     context: Annotated[int, typer.Option(help="Tokens of a row when it begins to be measured.", min=1)] = 1000,
-    steps: Annotated[int, typer.Option(help="Decode steps that count in each run.", min=8)] = 128,
+    steps: StepsOption = 128,
     rank: Annotated[int, typer.Option(help="Rank of the adapters.", min=1, max=256)] = 16,
     small: Annotated[
         bool, typer.Option("--attention-only", help="Adapt q, k, v and o alone, not every module.")
@@ -107,9 +111,9 @@ def bench_lora(
 @bench.command("options", short_help="What penalties, filters, log-probabilities and schemas cost.")
 def bench_options(
     model: ShapeArgument = None,
-    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "64,256",
+    batches: BatchesOption = "64,256",
     context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
-    steps: Annotated[int, typer.Option(help="Decode steps that count in each run.", min=8)] = 64,
+    steps: StepsOption = 64,
     repeats: RepeatsOption = 3,
     device: DeviceOption = "auto",
     kv_memory: KvOption = None,
@@ -124,14 +128,8 @@ def bench_options(
     """
     from headrace.engine.bench.engine.options import run
 
-    run(
-        target_of(model, device, kv_memory, max_rows, load_format, more),
-        batches=sizes_of(batches),
-        context=context,
-        steps=steps,
-        repeats=repeats,
-        json_path=json_path,
-    )
+    target, sizes = target_of(model, device, kv_memory, max_rows, load_format, more), sizes_of(batches)
+    run(target, batches=sizes, context=context, steps=steps, repeats=repeats, json_path=json_path)
 
 
 @bench.command("throughput", short_help="nano-vllm's public workload through `engine.generate`.")
@@ -180,20 +178,14 @@ def bench_stream(
     """Measure nano-vllm's public workload as one `async for` a request, text included, beside `engine.generate`."""
     from headrace.engine.bench.engine.stream import run
 
-    run(
-        target_of(model, device, kv_memory, max_rows, load_format, more),
-        requests=requests,
-        scale=scale,
-        repeats=repeats,
-        profile=profile,
-        json_path=json_path,
-    )
+    target = target_of(model, device, kv_memory, max_rows, load_format, more)
+    run(target, requests=requests, scale=scale, repeats=repeats, profile=profile, json_path=json_path)
 
 
 @bench.command("startup", short_help="From starting Python to the first token, by phase.")
 def bench_startup(
     model: ShapeArgument = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.", min=1)] = 128,
+    prompt_tokens: PromptOption = 128,
     repeats: Annotated[int, typer.Option(help="Processes to start.", min=1)] = 3,
     device: DeviceOption = "auto",
     kv_memory: KvOption = None,
@@ -212,9 +204,9 @@ def bench_startup(
 @bench.command("transformers", short_help="The same prompts with headrace and with transformers.")
 def bench_transformers(
     model: ModelArgument = None,
-    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
-    output_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.", min=1)] = 128,
+    batches: BatchesOption = "1,8,32",
+    prompt_tokens: PromptOption = 128,
+    output_tokens: AnswerOption = 128,
     repeats: Annotated[int, typer.Option(help="Measured runs of each engine and batch size.", min=1)] = 3,
     cpu_threads: ThreadsOption = None,
     json_path: JsonOption = None,
@@ -238,9 +230,9 @@ def bench_transformers(
 @bench.command("llama-cpp", short_help="The same prompts with headrace and with llama.cpp, on the CPU.")
 def bench_llama_cpp(
     model: ModelArgument = None,
-    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8",
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
-    output_tokens: Annotated[int, typer.Option(help="Tokens generated for each prompt.", min=1)] = 128,
+    batches: BatchesOption = "1,8",
+    prompt_tokens: PromptOption = 128,
+    output_tokens: AnswerOption = 128,
     repeats: Annotated[int, typer.Option(help="Measured runs of each engine and batch size.", min=1)] = 3,
     cpu_threads: ThreadsOption = None,
     json_path: JsonOption = None,
@@ -314,8 +306,8 @@ def bench_flood(
 def bench_swap(
     model: ModelArgument = None,
     requests: Annotated[int, typer.Option(help="Requests, whose prompts just fit the pages.", min=2)] = 8,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 256,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
+    prompt_tokens: PromptOption = 256,
+    output_tokens: AnswerOption = 128,
     swap_memory: Annotated[str, typer.Option(help="Host memory for pages, as in `EngineConfig`.")] = "1GiB",
     json_path: JsonOption = None,
 ) -> None:
@@ -345,8 +337,8 @@ def bench_serve(
     load: Annotated[float, typer.Option(help="With --fake-device: factor on the load.", min=0.001)] = 1.0,
     requests: Annotated[int, typer.Option(help="Requests.", min=1)] = 64,
     concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 16,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
-    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
+    prompt_tokens: PromptOption = 128,
+    output_tokens: AnswerOption = 128,
     device: DeviceOption = "auto",
     kv_memory: KvOption = None,
     json_path: JsonOption = None,

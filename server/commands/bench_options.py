@@ -12,17 +12,21 @@ if TYPE_CHECKING:
     from headrace.engine.bench.opening import Target
 
 __all__ = [
+    "AnswerOption",
+    "BatchesOption",
     "DeviceOption",
     "FormatOption",
     "KvOption",
     "PeerOption",
     "ProfileOption",
+    "PromptOption",
     "RepeatsOption",
     "RequestsOption",
     "RowsOption",
     "ScaleOption",
     "SetOption",
     "ShapeArgument",
+    "StepsOption",
     "ThreadsOption",
     "target_of",
 ]
@@ -49,6 +53,10 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Another field of EngineConfig, NAME=VALUE, such as launch_ahead=3; repeatable."),
 ]
+BatchesOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
+StepsOption = Annotated[int, typer.Option(help="Decode steps that count in each run.", min=8)]
+PromptOption = Annotated[int, typer.Option("--prompt-tokens", help="Tokens of each prompt.", min=1)]
+AnswerOption = Annotated[int, typer.Option("--output-tokens", help="Tokens of each answer.", min=1)]
 RequestsOption = Annotated[int, typer.Option(help="Requests; 256 is the published workload.", min=1)]
 ScaleOption = Annotated[float, typer.Option(help="Factor on all lengths, for slow machines.", min=0.001)]
 RepeatsOption = Annotated[int, typer.Option(help="Measured runs; one more comes first and warms up.", min=1)]

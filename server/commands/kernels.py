@@ -56,14 +56,14 @@ def build(
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
     kv_dtype: Annotated[str, typer.Option(help="auto or fp8, as the engines that will use them.")] = "auto",
-    quantize: Annotated[
-        Literal["fp8", "int8", "int4"] | None,
-        typer.Option(help="As the engines that will use them; weights that are quantised in their files need nothing."),
-    ] = None,
+    quantize: QuantizeOption = None,
+    quantize_head: QuantizeHeadOption = False,
     max_rows: Annotated[int | None, typer.Option(help="Requests in one step, if not the default.", min=1)] = None,
     adapter_slots: Annotated[int, typer.Option(help="More than 0 for engines that take adapters.", min=0)] = 0,
 ) -> None:
     """Compile all that engines of some models need on this GPU.
+
+    Give the options of the engines that will use the kernels. Weights that are quantised in their files need none.
 
     A wheel is for machines with the same GPU and the same versions of Python, torch, Triton and FlashInfer: there no
     kernel is compiled, and neither nvcc nor a C compiler is needed.
@@ -80,7 +80,8 @@ def build(
             cache = stack.enter_context(TemporaryDirectory(prefix="headrace-kernels-"))
         for model in models:
             options: dict[str, Any] = {"device": device, "kv_dtype": kv_dtype, "max_rows": max_rows}
-            options |= {"quantize": quantize, "adapter_slots": adapter_slots, "kernel_cache": cache}
+            options |= {"quantize": quantize, "quantize_head": quantize_head}
+            options |= {"adapter_slots": adapter_slots, "kernel_cache": cache}
             config = EngineConfig(model=model, load_format="random", kv_memory="256MiB", **options)
             with console.status(f"compiling kernels of {model}: up to a few minutes the first time"):
                 built = build_kernels(config)

@@ -101,9 +101,9 @@ class GgufFile:
             for key in sorted((metadata.keys() & self.metadata.keys()) - {_NUMBER}):
                 if metadata[key] != self.metadata[key]:
                     _refuse(name, key, metadata[key], f"the value that {self.name} has")
-        told = self.metadata.get(_TENSORS, len(self.tensors))
-        if told != len(self.tensors):
-            _refuse(self.name, _TENSORS, told, f"{len(self.tensors)}, the tensors of all parts")
+        counted = self.metadata.get(_TENSORS, len(self.tensors))
+        if counted != len(self.tensors):
+            _refuse(self.name, _TENSORS, counted, f"{len(self.tensors)}, the tensors of all parts")
 
     def __enter__(self) -> Self:
         """Return the open model itself."""

@@ -144,9 +144,9 @@ def asked_of_nvcc(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, 
     return asked
 
 
-@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize(("method", "head"), [("fp8", False), ("int8", False), ("int8", True), ("int4", False)])
 def test_kernels_of_weights_that_the_engine_will_quantise_are_built_and_named(
-    method: str, gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    method: str, head: bool, gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     codes = importlib.import_module("headrace.ops.cuda.products.codes")
     kind = {"fp8": codes.Kind(codes.E4M3), "int8": codes.Kind(codes.INT8), "int4": codes.Kind(codes.INT4, 128, True)}[
@@ -154,13 +154,14 @@ def test_kernels_of_weights_that_the_engine_will_quantise_are_built_and_named(
     ]
     asked = asked_of_nvcc(monkeypatch)
     command = ["headrace", "kernels", "build", str(folder), "--quantize", method, "--max-rows", "2"]
-    monkeypatch.setattr(sys, "argv", [*command, "--cache", str(folder / "kept")])
+    more = ["--quantize-head"] if head else []
+    monkeypatch.setattr(sys, "argv", [*command, *more, "--cache", str(folder / "kept")])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code
     assert {source for source, _ in asked} == {"even_heads", "even_linear"}
     assert all(macros == {**kind.macros, "updates": False} for _, macros in asked)
-    assert f"{folder}: kernels for weights in {kind.name} and dense" in capsys.readouterr().out
+    assert f"{folder}: kernels for weights in {kind.name}{'' if head else ' and dense'}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
