@@ -75,6 +75,15 @@ def open_engine(config: EngineConfig) -> Opened:
         DeviceUnavailable: The device is not there.
         InvalidParams: An option does not fit the model or the device.
     """
+    try:
+        return _open(config)
+    except ModelRejected as error:
+        # The traceback's frames hold what was loaded so far, and an application may keep the error.
+        refusal = error.with_traceback(None)
+    raise refusal
+
+
+def _open(config: EngineConfig) -> Opened:
     path, name = find_model(config)
     if path.is_dir() and is_encoder(read_hf_config(path)):
         return _open_encoder(config, path, name)

@@ -10,7 +10,7 @@ import torch
 
 from headrace.adapters.stored import PIECE_BYTES
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import DeviceUnavailable, InvalidParams
+from headrace.engine.errors import DeviceUnavailable, InvalidParams, ModelRejected
 from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weight_parts import stored_parts
@@ -72,6 +72,7 @@ def open_cuda(
         InvalidParams: An option does not fit the model or the device.
     """
     arch = checked_arch(config, spec, device, kernels)
+    refusal: DeviceUnavailable | ModelRejected
     try:
         with _opening, torch.cuda.device(device), torch.inference_mode():
             use_cache(config.kernel_cache, installed=installed_kernels)
@@ -82,8 +83,11 @@ def open_cuda(
         if not isinstance(error, CannotCompile):
             failure = f"{device} has too little memory for this model and its pages: {failure}"
         traceback.clear_frames(error.__traceback__)  # the frames hold what was loaded so far
+        refusal = DeviceUnavailable(f"device: {failure}")
+    except ModelRejected as error:
+        refusal = error.with_traceback(None)
     return_device_memory()
-    raise DeviceUnavailable(f"device: {failure}")
+    raise refusal
 
 
 def _open(

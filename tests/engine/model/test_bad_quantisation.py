@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,8 @@ from quantised_checkpoints import CASES, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.engine import ModelRejected
+from headrace.engine import EngineConfig, ModelRejected
+from headrace.engine.life.build import open_engine
 from headrace.engine.model.checkpoint.weights import load_weights
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 
@@ -319,6 +321,22 @@ def test_a_code_for_nan_is_refused_when_it_is_read(tmp_path: Path) -> None:
     change_tensors(tmp_path, put(DOWN + "weight", (100, 100), 0xFF))
     error = refused(tmp_path, lambda shape, dtype: torch.empty(shape, dtype=dtype))
     assert error.field == DOWN + "weight" and "not finite" in str(error)
+
+
+def test_a_refusal_that_is_kept_keeps_no_weights(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES["fp8 blocks"])
+    change_tensors(tmp_path, put(DOWN + "weight", (100, 100), 0xFF))
+
+    def tensors() -> set[int]:
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if type(each) is Tensor}
+
+    before = tensors()
+    with pytest.raises(ModelRejected, match="not finite") as caught:
+        open_engine(EngineConfig(model=tmp_path, device="cpu", kv_memory="1MiB"))
+    assert caught.value.field == DOWN + "weight"
+    new = tensors() - before
+    assert not [each.shape for each in gc.get_objects() if id(each) in new and each.numel() > 1000]
 
 
 def test_an_expression_cannot_hold_up_the_opening(tmp_path: Path) -> None:
