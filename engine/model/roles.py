@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 __all__ = ["Fused", "Names", "Part", "bias", "matrix", "norm"]
 
@@ -80,12 +80,24 @@ class Names:
     """Names that the scales of an 8-bit cache may have within a layer, with `{0}` for `k` or `v`."""
     interleaved: bool = False
     """Whether the rows of a rotated head hold the two elements of each pair side by side, not half a head apart."""
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Roles whose one tensor holds those of several others, one above the other: `qkv` for q, k and v."""
 
     def of(self, part: Part) -> str:
         """Return the checkpoint's name of a part."""
         role, kind = part.role.split(".")
         prefix = "" if part.layer is None else self.layer_prefix.format(part.layer)
         return f"{prefix}{self.roles[role]}.{kind}"
+
+    def stored(self, fused: Fused) -> Fused:
+        """Return a parameter as a checkpoint with these names stores it: from fewer parts where some are joined."""
+        roles = tuple(part.role.split(".")[0] for part in fused.parts)
+        for role, others in self.joined.items():
+            if roles == others:
+                first = fused.parts[0]
+                kind, rows = first.role.split(".")[1], sum(part.rows for part in fused.parts)
+                return replace(fused, parts=(Part(f"{role}.{kind}", rows, first.layer),))
+        return fused
 
     def without(self, prefix: str) -> Names:
         """Return the names of a checkpoint that was saved without `prefix`."""

@@ -7,19 +7,14 @@ network/ computes each kind of mixer and feed. Next to read: families/llama.py, 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
-
-import numpy as np
+from typing import ClassVar, Final, Literal
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.roles import Fused, Names, bias, matrix, norm
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from headrace.engine.model.rope import Rope
 
 __all__ = [
     "LIMITS",
@@ -32,10 +27,7 @@ __all__ = [
     "Norms",
     "Paged",
     "PerRow",
-    "Rope",
 ]
-
-RopeKind = Literal["default", "linear", "llama3"]
 
 LIMITS: Final = {
     "num_layers": 1024,
@@ -48,36 +40,6 @@ LIMITS: Final = {
     "max_context": 1 << 25,
 }
 """Largest sizes that a file may ask for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embedding: how positions turn into angles. The two halves of a head are rotated against each other."""
-
-    theta: float
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    """Factor by which `linear` and `llama3` stretch the longest wavelengths."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_context: int = 0
-    """Tokens of context that a `llama3` model was first trained with."""
-    divisors: tuple[float, ...] | None = None
-    """Divisor of each frequency, as GGUF files store `llama3`; applied after everything else."""
-
-    def inverse_frequencies(self, head_dim: int) -> NDArray[np.float32]:
-        """Return the radians per position for each pair of a head's elements, float32 [head_dim / 2]."""
-        frequencies = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-        if self.kind == "linear":
-            frequencies = frequencies / self.factor
-        elif self.kind == "llama3":
-            turns = self.original_context * frequencies / (2 * math.pi)
-            share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-            kept = np.clip(share, 0.0, 1.0)
-            frequencies = frequencies * (kept + (1 - kept) / self.factor)
-        if self.divisors is not None:
-            frequencies = frequencies / np.asarray(self.divisors, dtype=np.float64)
-        return frequencies.astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +193,10 @@ class DecoderSpec:
     """Names of the tensors in the checkpoint that the spec was read from."""
     has_head: bool = True
     """Whether the model chooses tokens; without a head it only embeds, and `tied_head` is True."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings on their way into the first layer."""
+    logits_scale: float = 1.0
+    """Factor of the last hidden states on their way into the head."""
     checkpoint_dtype: str | None = None
     """Dtype `float32`, `bfloat16` or `float16` if the config names it; None for GGUF, whose tensors differ."""
 

@@ -22,7 +22,8 @@ from headrace.engine.model.cpu.runner import Variants, cpu_ops
 from headrace.engine.model.families.hf import HF_NAMES
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.layers import FEEDS, MIXERS, Feeds, Mixers
-from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec, Rope
+from headrace.engine.model.rope import Rope
+from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
 
 EPSILON = 1e-5
 NO_VARIANTS: Variants = {}
@@ -116,7 +117,7 @@ class Reference:
         return (functional.silu(gate_NF) * up_NF) @ self.weight(layer, f"{module}.down_proj").T
 
     def _rotated(self, x_NHD: Tensor) -> Tensor:
-        frequencies = torch.from_numpy(self.spec.ropes[0].inverse_frequencies(x_NHD.shape[2])).double()
+        frequencies = torch.from_numpy(self.spec.ropes[0].inverse_frequencies(x_NHD.shape[2], len(x_NHD))).double()
         angles_N1F = torch.outer(torch.arange(len(x_NHD)).double(), frequencies)[:, None]
         one_NHF, two_NHF = x_NHD.chunk(2, 2)
         cos, sin = angles_N1F.cos(), angles_N1F.sin()

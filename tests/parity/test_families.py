@@ -56,6 +56,39 @@ def qwen3(**changes: Any) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**(SIZES | {"head_dim": 24} | changes)))
 
 
+def ministral(**changes: Any) -> Any:
+    return transformers.MinistralForCausalLM(transformers.MinistralConfig(**(SIZES | {"head_dim": 24} | changes)))
+
+
+def phi3(**changes: Any) -> Any:
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**(SIZES | changes)))
+
+
+def granite(**changes: Any) -> Any:
+    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**(SIZES | changes)))
+
+
+def smollm3(**changes: Any) -> Any:
+    return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**(SIZES | changes)))
+
+
+def seed_oss(**changes: Any) -> Any:
+    return transformers.SeedOssForCausalLM(transformers.SeedOssConfig(**(SIZES | {"head_dim": 24} | changes)))
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,  # which every sequence below exceeds
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + 0.5 * pair for pair in range(8)],
+}
+FACTORS = {
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.15, "logits_scaling": 3.0,
+}  # fmt: skip
+EVERY_OTHER = ["full_attention", "sliding_attention", "full_attention"]
 LATE = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama 2, one key head a query head": lambda: llama(num_key_value_heads=4, tie_word_embeddings=False),
@@ -71,6 +104,21 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral, no window": lambda: mistral(sliding_window=None, head_dim=32, tie_word_embeddings=True),
     "qwen2, tied": lambda: qwen2(tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen2, later layers windowed": lambda: qwen2(**LATE),
+    "llama with yarn": lambda: llama(rope_parameters=YARN),
+    "mistral with yarn, no window": lambda: mistral(sliding_window=None, rope_parameters={**YARN, "truncate": False}),
+    "ministral, window in the middle layer": lambda: ministral(sliding_window=WINDOW, layer_types=EVERY_OTHER),
+    "phi-3, window": lambda: phi3(sliding_window=WINDOW),
+    "phi-3, longrope": lambda: phi3(
+        rope_parameters=dict(LONG_ROPE), original_max_position_embeddings=16, tie_word_embeddings=True
+    ),
+    "granite": lambda: granite(**FACTORS, tie_word_embeddings=True),
+    "granite with every bias": lambda: granite(**FACTORS, attention_bias=True, mlp_bias=True),
+    "smollm3": lambda: smollm3(no_rope_layer_interval=2, tie_word_embeddings=True),
+    "smollm3, window in the middle layer": lambda: smollm3(
+        no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=WINDOW
+    ),
+    "seed-oss": lambda: seed_oss(),
+    "seed-oss with every bias": lambda: seed_oss(attention_out_bias=True, mlp_bias=True),
     "qwen3": lambda: qwen3(tie_word_embeddings=False),
     "qwen3, tied, biased, later layers windowed": lambda: qwen3(tie_word_embeddings=True, attention_bias=True, **LATE),
 }
@@ -111,8 +159,10 @@ def test_logits_equal_those_of_transformers_for_any_cut(family: str, tmp_path: P
     model, sequences, expected = reference(family)
     model.save_pretrained(tmp_path)
     spec, tested = ModelUnderTest.load(tmp_path)
-    windowed = 0 if "window" not in family or "no window" in family else 3 if "mistral" in family else 2
-    assert spec.windows == (None,) * (3 - windowed) + (WINDOW,) * windowed, "what is tested is what was meant"
+    windowed = "window" in family and "no window" not in family
+    first, last = (1, 1) if "middle" in family else (1, 2) if "later" in family else (0, 2)
+    windows = tuple(WINDOW if windowed and first <= layer <= last else None for layer in range(3))
+    assert spec.windows == windows, "what is tested is what was meant"
     assert max(float(logits.std()) for logits in expected) > 0.1
     for cut, (chunk, prompt) in CUTS.items():
         for wanted, found in zip(expected, tested.logits(sequences, chunk, prompt), strict=True):
@@ -125,6 +175,15 @@ def test_what_sets_a_family_apart_changes_its_logits() -> None:
         ("llama 3, scaled rope", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
         ("mistral, window", {"sliding_window": None}),
         ("qwen2, later layers windowed", {"use_sliding_window": False, "layer_types": None}),
+        ("llama with yarn", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+        ("mistral with yarn, no window", {"rope_parameters": {**YARN, "truncate": True}}),
+        ("mistral with yarn, no window", {"rope_parameters": {**YARN, "truncate": False, "attention_factor": 1.0}}),
+        ("ministral, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
+        ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "long_factor": LONG_ROPE["short_factor"]}}),
+        ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "attention_factor": 1.0}}),
+        *(("granite", {factor: 1.0}) for factor in FACTORS),
+        ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+        ("smollm3, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
     ]:
         model, sequences, expected = reference(family)
         config = type(model.config)(**(model.config.to_dict() | changes))

@@ -24,8 +24,8 @@ class LayerPlan(NamedTuple):
 def layer_plan(spec: DecoderSpec, layer: int) -> LayerPlan:
     """Return the parameters that one layer has."""
     parts = spec.layers[layer].mixer, spec.layers[layer].feed
-    mixer, feed = (part.parameters(spec.hidden_size) for part in parts)
-    return LayerPlan(_of_layer(mixer, layer), _of_layer(feed, layer))
+    mixer, feed = (_stored(spec, part.parameters(spec.hidden_size), layer) for part in parts)
+    return LayerPlan(mixer, feed)
 
 
 def top_plan(spec: DecoderSpec) -> dict[str, Fused]:
@@ -55,5 +55,5 @@ def all_parts(spec: DecoderSpec) -> Iterator[tuple[Part, tuple[int, ...]]]:
             yield part, (part.rows, *fused.shape[1:])
 
 
-def _of_layer(plan: Mapping[str, Fused], layer: int) -> dict[str, Fused]:
-    return {name: fused.of_layer(layer) for name, fused in plan.items()}
+def _stored(spec: DecoderSpec, plan: Mapping[str, Fused], layer: int) -> dict[str, Fused]:
+    return {name: spec.names.stored(fused.of_layer(layer)) for name, fused in plan.items()}

@@ -19,6 +19,7 @@ from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
 from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
@@ -86,23 +87,21 @@ def cpu_ops(
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is of no
             variant in `variants`.
     """
-    positions = torch.arange(max_positions, dtype=torch.float32)
     found: dict[MixerSpec, CpuOps] = {}
     for attention in spec.attention_kinds:
         variant = variants.get(attention.scores)
         if variant is None and attention.scores != Attention.scores:
             known = ", ".join((Attention.scores, *variants))
             refuse(spec.architecture, "the scores of a layer's attention", attention.scores, known)
-        frequencies = spec.ropes[attention.rope].inverse_frequencies(attention.head_dim)
-        angles = torch.outer(positions, torch.from_numpy(frequencies))
+        cos, sin = rotation_table(spec.ropes[attention.rope], max_positions, attention.head_dim, torch.device("cpu"))
         sizes: _Sizes = {
             "heads": attention.heads,
             "kv_heads": attention.kv_heads,
             "head_dim": attention.head_dim,
             "page_size": page_size,
             "eps": spec.uniform_epsilon,
-            "cos": angles.cos(),
-            "sin": angles.sin(),
+            "cos": cos,
+            "sin": sin,
             "window": attention.window,
             "scale": attention.scale,
         }

@@ -12,6 +12,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.cuda.compiling import compiles
 from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.shape import HeadShape
@@ -68,10 +69,7 @@ def cuda_ops(
         if attention.scores != Attention.scores:
             refuse(spec.architecture, "the scores of a layer's attention", attention.scores, Attention.scores)
     head_dim = kinds[0].head_dim
-    positions, rotations = torch.arange(max_positions, dtype=torch.float32), []
-    for rope in spec.ropes:
-        angles = torch.outer(positions, torch.from_numpy(rope.inverse_frequencies(head_dim))).to(device)
-        rotations.append(torch.cat((angles.cos(), angles.sin()), dim=1))
+    rotations = [torch.cat(rotation_table(rope, max_positions, head_dim, device), dim=1) for rope in spec.ropes]
     room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
     able = [*(kernel for kind in codes for kernel in kernels.coded(kind)), *kernels.products]
     products = Products(arch, room, _built(able, arch, dtype, head_dim))

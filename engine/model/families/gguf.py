@@ -14,7 +14,8 @@ from typing import Final
 from headrace.adapters.untrusted import Fields, refuse
 from headrace.engine.model.families.sizes import check_heads, head_size
 from headrace.engine.model.roles import Names
-from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, Norms, Rope
+from headrace.engine.model.rope import Divided, Linear, Rope
+from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
 
 __all__ = ["GGUF_NAMES", "GgufHeader"]
 
@@ -199,7 +200,7 @@ class GgufHeader(Fields):
         kind = self.data.get(self.key("rope.scaling.type"), "none")
         if kind == "linear":
             factor = self.real(self.key("rope.scaling.factor"), 1.0, 1e6)
-            return Rope(theta, "linear", factor, divisors=divisors)
+            return Rope(theta, Divided(divisors, Linear(factor)) if divisors else Linear(factor))
         if kind != "none":
             self.refuse(self.key("rope.scaling.type"), "none, linear")
-        return Rope(theta, divisors=divisors)
+        return Rope(theta, Divided(divisors) if divisors else None)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from headrace.adapters.untrusted import Fields, refuse
+from headrace.adapters.untrusted import Fields
+from headrace.engine.model.families.hf_rope import read_rope
 from headrace.engine.model.families.sizes import check_heads, head_size
 from headrace.engine.model.roles import Names
-from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, Norms, Rope
+from headrace.engine.model.rope import Rope, Yarn
+from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
 
 __all__ = ["HF_NAMES", "HfConfig"]
 
@@ -134,9 +136,9 @@ class HfConfig(Fields):
             self.refuse("hidden_act", "silu")
         return DenseFeed(self.size("intermediate_size", LIMITS["ffn_size"]))
 
-    def norms(self) -> Norms:
-        """Return RMS norms before each part of a layer."""
-        return Norms(self._epsilon())
+    def norms(self, default_epsilon: float = 1e-6) -> Norms:
+        """Return RMS norms before each part of a layer, with `default_epsilon` where the config gives none."""
+        return Norms(self.real("rms_norm_eps", 0.0, 1.0, default_epsilon))
 
     def window(self, default: int | None) -> int | None:
         """Return the field `sliding_window`, which is `default` where it is absent, and None where it is null."""
@@ -145,13 +147,14 @@ class HfConfig(Fields):
         return self.size("sliding_window", LIMITS["max_context"], default)
 
     def windows(
-        self, window: int | None = None, first: int = 0, *, types_decide: bool = False
+        self, window: int | None = None, has_window: Sequence[bool] | None = None, *, types_decide: bool = False
     ) -> tuple[int | None, ...]:
-        """Return the window of each layer: `window` from the layer `first` on, and None before it.
+        """Return the window of each layer: `window` in the layers of which `has_window` is True, and None in others.
 
-        `layer_types` must say the same, unless `types_decide` and there is a window.
+        `has_window` may be left out where all layers have it. `layer_types` must say the same, unless `types_decide`
+        and there is a window.
         """
-        windowed = [window is not None and layer >= first for layer in range(self.num_layers)]
+        windowed = [window is not None and each for each in has_window or [True] * self.num_layers]
         types = self.data.get("layer_types")
         if types is not None:
             by_type = self._windowed_by_type(types, len(windowed))
@@ -162,24 +165,38 @@ class HfConfig(Fields):
         effective = window if window is not None and window < self.max_context else None
         return tuple(effective if is_windowed else None for is_windowed in windowed)
 
-    def decoder(self, layers: Iterable[LayerSpec], names: Names = HF_NAMES) -> DecoderSpec:
-        """Return the spec of a model with these layers, an embedding, a final norm and a head, and one rope."""
+    def rope(self, attention: Attention, default_theta: float = 10000.0) -> Rope:
+        """Return the rotary embedding of the config, whose base is `default_theta` where it gives none."""
+        return read_rope(self, self.max_context, attention.head_dim, default_theta)
+
+    def decoder(self, layers: Iterable[LayerSpec], ropes: Sequence[Rope], names: Names = HF_NAMES) -> DecoderSpec:
+        """Return the spec of a model with these layers, an embedding, a final norm like theirs and a head.
+
+        Args:
+            layers: The layers.
+            ropes: The rotary embeddings that the layers refer to.
+            names: Names of the tensors.
+        """
+        layers = tuple(layers)
         return DecoderSpec(
             architecture=self.architecture,
-            layers=tuple(layers),
-            ropes=(self._rope(),),
+            layers=layers,
+            ropes=tuple(ropes),
             hidden_size=self.hidden_size,
             vocab_size=self.size("vocab_size", LIMITS["vocab_size"]),
-            max_context=self.max_context,
-            norm_eps=self._epsilon(),
+            max_context=max(self._stretched(rope) for rope in ropes),
+            norm_eps=layers[0].norms.epsilon,
             tied_head=self.flag("tie_word_embeddings", False) or not self.has_head,
             names=names,
             has_head=self.has_head,
             checkpoint_dtype=self._dtype(),
         )
 
-    def _epsilon(self) -> float:
-        return self.real("rms_norm_eps", 0.0, 1.0, 1e-6)
+    def _stretched(self, rope: Rope) -> int:
+        """Return the most tokens of a model with a rope; by custom the config leaves out what yarn adds to them."""
+        yarn = rope.scaling
+        stretched = round(yarn.factor * yarn.original_context) if isinstance(yarn, Yarn) else 0
+        return min(max(self.max_context, stretched), LIMITS["max_context"])
 
     def _windowed_by_type(self, types: object, layers: int) -> list[bool]:
         kinds = ("full_attention", "sliding_attention")
@@ -193,29 +210,3 @@ class HfConfig(Fields):
         if value is not None and value not in _DTYPES:
             self.refuse(field, ", ".join(_DTYPES))
         return str(value) if value is not None else None
-
-    def _rope(self) -> Rope:
-        """Read transformers 5's `rope_parameters`, or the older `rope_theta` beside `rope_scaling`."""
-        field = "rope_parameters" if self.data.get("rope_parameters") is not None else "rope_scaling"
-        given = self.data.get(field)
-        if given is None:
-            given = {}
-        if not isinstance(given, Mapping):
-            self.refuse(field, "an object with rope_type")
-        rope = Fields({"rope_theta": self.data.get("rope_theta"), **given}, f"{self.origin}: {field}")
-        kind = given.get("rope_type", given.get("type", "default"))
-        theta = rope.real("rope_theta", 1.0, 1e12, 10000.0)
-        if given.get("partial_rotary_factor", 1) != 1:
-            rope.refuse("partial_rotary_factor", 1)
-        if kind == "default":
-            return Rope(theta)
-        if kind == "linear":
-            return Rope(theta, "linear", factor=rope.real("factor", 1.0, 1e6))
-        if kind != "llama3":
-            refuse(rope.origin, "rope_type", kind, "default, linear, llama3")
-        low = rope.real("low_freq_factor", 1e-6, 1e6)
-        high = rope.real("high_freq_factor", 1e-6, 1e6)
-        if high <= low:
-            rope.refuse("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
-        original = rope.size("original_max_position_embeddings", LIMITS["max_context"], self.max_context)
-        return Rope(theta, "llama3", rope.real("factor", 1.0, 1e6), low, high, original)

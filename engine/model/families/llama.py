@@ -21,7 +21,7 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     attention = replace(config.attention(), qkv_bias=biased, o_bias=biased)
     feed = replace(config.dense(), bias=config.flag("mlp_bias", False))
     config.windows()  # has none, and refuses layer_types that say otherwise
-    return config.decoder([LayerSpec(attention, feed, config.norms())] * config.num_layers)
+    return config.decoder([LayerSpec(attention, feed, config.norms())] * config.num_layers, [config.rope(attention)])
 
 
 def _from_header(header: GgufHeader) -> DecoderSpec:

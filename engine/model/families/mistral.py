@@ -17,7 +17,8 @@ __all__ = ["MISTRAL"]
 def _from_config(config: HfConfig) -> DecoderSpec:
     attention, feed, norms = config.attention(kv_heads=8), config.dense(), config.norms()
     windows = config.windows(config.window(default=4096))
-    return config.decoder(LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
+    layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
+    return config.decoder(layers, [config.rope(attention)])
 
 
 MISTRAL = Family("MistralForCausalLM", "mistral", _from_config)

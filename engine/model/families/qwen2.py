@@ -28,14 +28,15 @@ def qwen_windows(config: HfConfig) -> tuple[int | None, ...]:
         return config.windows()
     if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         config.refuse("max_window_layers", "an integer of at least 0")
-    return config.windows(window, first, types_decide=True)
+    return config.windows(window, [layer >= first for layer in range(config.num_layers)], types_decide=True)
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
     attention = replace(config.attention(), qkv_bias=True)
     feed, norms = config.dense(), config.norms()
     windows = qwen_windows(config)
-    return config.decoder(LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
+    layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
+    return config.decoder(layers, [config.rope(attention)])
 
 
 def _from_header(header: GgufHeader) -> DecoderSpec:

@@ -21,7 +21,8 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     attention = replace(config.attention(head_dim=128), qkv_bias=biased, o_bias=biased, qk_norm=True)
     feed, norms = config.dense(), config.norms()
     windows = qwen_windows(config)
-    return config.decoder(LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
+    layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
+    return config.decoder(layers, [config.rope(attention)])
 
 
 def _from_header(header: GgufHeader) -> DecoderSpec:

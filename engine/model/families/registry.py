@@ -13,16 +13,21 @@ from typing import Final
 from headrace.adapters.untrusted import Fields, read_object, refuse
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gguf import GgufHeader
+from headrace.engine.model.families.granite import GRANITE
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.families.llama import LLAMA
+from headrace.engine.model.families.ministral import MINISTRAL
 from headrace.engine.model.families.mistral import MISTRAL
+from headrace.engine.model.families.phi3 import PHI3
 from headrace.engine.model.families.qwen2 import QWEN2
 from headrace.engine.model.families.qwen3 import QWEN3
+from headrace.engine.model.families.seed_oss import SEED_OSS
+from headrace.engine.model.families.smollm3 import SMOLLM3
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "read_hf_config"]
 
-FAMILIES: Final = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES: Final = (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, SEED_OSS)
 
 QUANTISATION_FILE: Final = "hf_quant_config.json"
 """The file that ModelOpt writes."""

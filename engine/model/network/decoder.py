@@ -101,7 +101,8 @@ class Decoder(Generic[Packed, Step, Kv]):
         by_mixer = self._ops if adapted is None else adapted
         here = [(by_mixer[mixer], steps[mixer]) for mixer in self._kinds]
         first = here[0][0]
-        stream = Stream(first.embed(self._embedding_VE[tokens_N], tokens_N))
+        x_NE = first.embed(self._embedding_VE[tokens_N], tokens_N)
+        stream = Stream(_times(self.spec.embedding_scale, x_NE))
         for kind, mixer, feed, next_norm_E in self._layers:
             ops, step = here[kind]
             stream = mixer(ops, stream, feed.entry_norm_E, step, kv)
@@ -115,7 +116,7 @@ class Decoder(Generic[Packed, Step, Kv]):
     ) -> Tensor:
         """Apply the output head: return float32 [S, V] for the S positions whose next token is wanted."""
         by_mixer = self._ops if adapted is None else adapted
-        return by_mixer[self._kinds[0]].logits(hidden_SE, self._head)
+        return by_mixer[self._kinds[0]].logits(_times(self.spec.logits_scale, hidden_SE), self._head)
 
 
 class _StoredRows:
@@ -136,6 +137,10 @@ def _table(weights: DecoderWeights, head: object) -> Table:
     if embedding is weights.head and isinstance(head, Table):
         return head
     return _StoredRows(embedding)
+
+
+def _times(factor: float, x_NE: Tensor) -> Tensor:
+    return x_NE if factor == 1.0 else x_NE * factor
 
 
 def _check_kinds(spec: DecoderSpec, mixers: Mixers, feeds: Feeds) -> None:

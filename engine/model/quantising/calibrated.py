@@ -56,7 +56,7 @@ class Calibration:
         self._tokens = ids_ST.shape[1]
         (table,) = top_plan(spec)["embedding_VE"].parts
         self._hidden = [
-            embedded.flatten(0, 1).to(maker.device)
+            embedded.flatten(0, 1).to(maker.device) * spec.embedding_scale
             for embedded in _embedded(maker, table, ids_ST).split(max(_BATCH_TOKENS // self._tokens, 1))
         ]
         self._hessians: dict[Stored, Hessian] = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.adapters.untrusted import refuse
+from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
 from headrace.ops.formats import Stored
 from headrace.ops.stream import HeadNorms, Stream
@@ -56,9 +57,8 @@ class CalibrationOps:
         if not isinstance(mixer, Attention) or mixer.scores != Attention.scores:
             refuse(spec.architecture, "the mixer of a layer", mixer, "softmax attention, to calibrate with data")
         self._mixer, self._epsilon, self._seen = mixer, layer.norms.epsilon, seen
-        frequencies = torch.from_numpy(spec.ropes[mixer.rope].inverse_frequencies(mixer.head_dim)).to(device)
-        angles_TD = torch.outer(torch.arange(tokens, device=device), frequencies).repeat(1, 2)
-        self._cos_TD, self._sin_TD = angles_TD.cos(), angles_TD.sin()
+        table = rotation_table(spec.ropes[mixer.rope], tokens, mixer.head_dim, device, context=spec.max_context)
+        self._cos_TD, self._sin_TD = (each_TC.repeat(1, 2) for each_TC in table)
         self._mask_TT: Tensor | None = None
         if mixer.window is not None and mixer.window < tokens:
             every_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=device)

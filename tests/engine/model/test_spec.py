@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.families.registry import from_gguf, from_hf
-from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, Norms, Rope
+from headrace.engine.model.rope import UNROTATED, Linear, Llama3, LongRope, Rope
+from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
 
 SIZES = {
     "vocab_size": 96,
@@ -37,9 +39,17 @@ LLAMA3 = {
 FAMILIES = {
     "LlamaForCausalLM": transformers.LlamaConfig,
     "MistralForCausalLM": transformers.MistralConfig,
+    "MinistralForCausalLM": transformers.MinistralConfig,
     "Qwen2ForCausalLM": transformers.Qwen2Config,
     "Qwen3ForCausalLM": transformers.Qwen3Config,
+    "Phi3ForCausalLM": transformers.Phi3Config,
+    "GraniteForCausalLM": transformers.GraniteConfig,
+    "SmolLM3ForCausalLM": transformers.SmolLM3Config,
+    "SeedOssForCausalLM": transformers.SeedOssConfig,
 }
+TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LONG_ROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
 def saved(config: transformers.PreTrainedConfig, architecture: str) -> dict[str, Any]:
@@ -58,7 +68,7 @@ def llama(**changes: object) -> dict[str, Any]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_reads_as_transformers_saved_it(architecture: str, tied: bool) -> None:
-    config = FAMILIES[architecture](**SIZES, tie_word_embeddings=tied)
+    config = FAMILIES[architecture](**SIZES, **TOKENS, tie_word_embeddings=tied)
     spec = from_hf(saved(config, architecture))
     assert spec.architecture == architecture
     assert (spec.hidden_size, spec.vocab_size, spec.max_context, spec.norm_eps) == (64, 96, 512, 3e-5)
@@ -66,11 +76,16 @@ def test_every_family_reads_as_transformers_saved_it(architecture: str, tied: bo
     attention = Attention(
         heads=4,
         kv_heads=2,
-        head_dim=getattr(config, "head_dim", 16),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
+        head_dim=getattr(config, "head_dim", None) or 16,
+        qkv_bias=architecture in ("Qwen2ForCausalLM", "SeedOssForCausalLM"),
         qk_norm=architecture == "Qwen3ForCausalLM",
+        scale=1.0 if architecture == "GraniteForCausalLM" else None,
     )
-    assert spec.layers == (LayerSpec(attention, DenseFeed(112), Norms(3e-5)),) * 4
+    layers = [LayerSpec(attention, DenseFeed(112), Norms(3e-5))] * 4
+    if architecture == "SmolLM3ForCausalLM":
+        layers[3] = replace(layers[3], mixer=replace(attention, rope=1))
+        assert spec.ropes[1] is UNROTATED
+    assert spec.layers == tuple(layers)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
@@ -91,20 +106,86 @@ def test_frequencies_equal_those_of_transformers(scaling: dict[str, Any] | None,
     (newer,) = from_hf(saved(config, "LlamaForCausalLM")).ropes
     (older,) = from_hf(llama(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)).ropes
     assert newer == older
-    found = newer.inverse_frequencies(head_dim)
+    found = newer.inverse_frequencies(head_dim, config.max_position_embeddings)
     assert found.dtype == np.float32 and found.shape == (head_dim // 2,)
     np.testing.assert_allclose(found, expected, rtol=5e-7, atol=0)
 
 
 def test_llama3_bends_some_frequencies_and_keeps_others() -> None:
-    plain = Rope(500000.0).inverse_frequencies(128)
-    bent = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192).inverse_frequencies(128)
+    plain = Rope(500000.0).inverse_frequencies(128, 131072)
+    bent = Rope(500000.0, Llama3(8.0, 1.0, 4.0, 8192)).inverse_frequencies(128, 131072)
     ratio = bent / plain
     assert ratio[0] == 1 and ratio[-1] == 0.125 and ((ratio > 0.13) & (ratio < 0.99)).any()
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        YARN,
+        {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+        {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4},
+        {**YARN, "attention_factor": 0.9},
+    ],
+)
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_yarn_equals_that_of_transformers(scaling: dict[str, Any], head_dim: int) -> None:
+    config = transformers.LlamaConfig(**SIZES, head_dim=head_dim, rope_parameters={"rope_theta": 1e4, **scaling})
+    expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    (rope,) = from_hf(saved(config, "LlamaForCausalLM")).ropes
+    np.testing.assert_allclose(rope.inverse_frequencies(head_dim, 512), expected.inv_freq.numpy(), rtol=1e-6, atol=0)
+    assert rope.magnitude == pytest.approx(expected.attention_scaling, rel=1e-9) != 1.0
+
+
+@pytest.mark.parametrize("context", [128, 129])
+def test_longrope_has_divisors_for_contexts_up_to_the_original_and_beyond(context: int) -> None:
+    short, long = ([first + 0.25 * pair for pair in range(8)] for first in (1.0, 2.0))
+    parameters = {"rope_theta": 1e4, **LONG_ROPE, "short_factor": short, "long_factor": long}
+    config = transformers.Phi3Config(**SIZES, **TOKENS, rope_parameters=parameters)
+    make = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"]
+    expected, magnitude = make(config, None, seq_len=context)
+    (rope,) = from_hf(saved(config, "Phi3ForCausalLM")).ropes
+    np.testing.assert_allclose(rope.inverse_frequencies(16, context), expected.numpy(), rtol=1e-6, atol=0)
+    assert rope.magnitude == pytest.approx(magnitude, rel=1e-9) != 1.0
+
+
+def test_the_older_spellings_of_longrope() -> None:
+    """Phi-3's first files say `su` or `yarn`, keep the original context outside, and give no factor."""
+    base = {**SIZES, "architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 64}
+    lists = {"short_factor": [1.0] * 8, "long_factor": [4] * 8}
+    (rope,) = {
+        from_hf({**base, "rope_scaling": {"type": kind, **lists}}).ropes[0] for kind in ("su", "yarn", "longrope")
+    }
+    assert rope.scaling == LongRope((1.0,) * 8, (4.0,) * 8, 64)
+    assert rope.magnitude == pytest.approx((1 + np.log(512 / 64) / np.log(64)) ** 0.5)
+
+
+def test_yarn_lengthens_the_context_of_a_config_that_leaves_that_out() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    assert from_hf(llama(rope_scaling=scaling)).max_context == 4 * 512
+    assert from_hf(llama(rope_scaling={**scaling, "original_max_position_embeddings": 128})).max_context == 512
+
+
+def test_granites_factors_become_those_of_embeddings_and_logits_and_an_epsilon() -> None:
+    factors = {"embedding_multiplier": 12.0, "residual_multiplier": 0.5, "logits_scaling": 8.0}
+    config = transformers.GraniteConfig(**SIZES, **factors, attention_multiplier=0.125)
+    spec = from_hf(saved(config, "GraniteForCausalLM"))
+    assert (spec.embedding_scale, spec.logits_scale, spec.uniform_attention.scale) == (24.0, 0.125, 0.125)
+    assert spec.uniform_epsilon == pytest.approx(4 * 3e-5)
+
+
+@pytest.mark.parametrize("has_lists", [False, True])
+def test_smollm3_windows_and_unrotated_layers(has_lists: bool) -> None:
+    options: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32, "no_rope_layer_interval": 2}
+    data = saved(transformers.SmolLM3Config(**SIZES, **TOKENS, **options), "SmolLM3ForCausalLM")
+    if not has_lists:
+        del data["layer_types"], data["no_rope_layers"]
+    spec = from_hf(data)
+    assert spec.windows == (None, 32, None, 32)
+    assert [kind.rope for kind in spec.attention_kinds] == [0, 1]
+
+
 def test_the_oldest_spelling_of_linear_scaling() -> None:
-    assert from_hf(llama(rope_scaling={"type": "linear", "factor": 4})).ropes == (Rope(5e5, "linear", 4.0),)
+    assert from_hf(llama(rope_scaling={"type": "linear", "factor": 4})).ropes == (Rope(5e5, Linear(4.0)),)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
@@ -145,7 +226,14 @@ REFUSED = [
     ({"architectures": None, "model_type": "mamba"}, "model_type"),
     ({"model_type": "mistral"}, "model_type"),
     ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "factor"),
+    ({"rope_scaling": {**YARN, "beta_slow": 40}}, "beta_slow"),
+    ({"rope_scaling": {**YARN, "truncate": 1}}, "truncate"),
+    ({"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta"),
+    ({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0] * 8}}, "long_factor"),
+    ({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}}, "short_factor"),
+    ({"rope_scaling": {**LONG_ROPE, "short_factor": [0.0] * 8, "long_factor": [1.0] * 8}}, "short_factor"),
+    ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type"),
     ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
     ({"rope_scaling": {"full_attention": {"rope_type": "default"}, "rope_type": ["x"]}}, "rope_type"),
     ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
@@ -203,7 +291,7 @@ def test_any_values_give_a_spec_or_a_refusal(architecture: str, data: st.DataObj
     assert isinstance(spec, DecoderSpec)
     attention = spec.uniform_attention
     assert attention.heads % attention.kv_heads == 0 and len(spec.windows) == spec.num_layers
-    assert np.isfinite(spec.ropes[attention.rope].inverse_frequencies(attention.head_dim)).all()
+    assert np.isfinite(spec.ropes[attention.rope].inverse_frequencies(attention.head_dim, 64)).all()
 
 
 def gguf_model(**changes: object) -> dict[str, object]:
@@ -227,7 +315,7 @@ SHAPES = {"token_embd.weight": (96, 64)}
 def test_a_gguf_header_reads_as_the_same_model() -> None:
     spec = from_gguf(gguf_model(vocab_size=96, rope__scaling__type="linear", rope__scaling__factor=2.0), SHAPES)
     assert (spec.architecture, spec.num_layers, spec.vocab_size) == ("LlamaForCausalLM", 2, 96)
-    assert spec.tied_head and not spec.has_biases and spec.ropes == (Rope(1e6, "linear", 2.0),)
+    assert spec.tied_head and not spec.has_biases and spec.ropes == (Rope(1e6, Linear(2.0)),)
     assert spec.uniform_attention.head_dim == 16
     shapes = {**SHAPES, "output.weight": (96, 64), "blk.0.attn_q.bias": (64,)}
     untied = from_gguf(gguf_model(attention__sliding_window=64), shapes)

@@ -1,0 +1,41 @@
+"""Granite 3, its dense models: Llama with factors of embeddings, scores, residuals and logits.
+
+Granite Team, IBM (2024), "Granite 3.0 language models"; the factors come from Yang et al. (2022), "Tensor programs V".
+
+The factor r of what a layer adds to the residual stream h is folded away: with h' = h / r, layers add their results as
+they are, since an RMS norm takes h' for h if its epsilon is divided by r^2. Embeddings are multiplied by 1 / r, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.hf import HfConfig
+from headrace.engine.model.spec import DecoderSpec, LayerSpec, Norms
+
+__all__ = ["GRANITE"]
+
+_LEAST, _MOST = 1e-4, 1e4
+
+
+def _from_config(config: HfConfig) -> DecoderSpec:
+    embedding, residual, scores, logits = (
+        config.real(field, _LEAST, _MOST, 1.0)
+        for field in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    )
+    biased = config.flag("attention_bias", False)
+    attention = replace(config.attention(), qkv_bias=biased, o_bias=biased, scale=scores)
+    feed = replace(config.dense(), bias=config.flag("mlp_bias", False))
+    norms = Norms(config.norms().epsilon / residual**2)
+    config.windows()  # has none, and refuses layer_types that say otherwise
+    spec = config.decoder([LayerSpec(attention, feed, norms)] * config.num_layers, [config.rope(attention)])
+    return replace(spec, embedding_scale=embedding / residual, logits_scale=1.0 / logits)
+
+
+GRANITE = Family(
+    "GraniteForCausalLM",
+    "granite",
+    _from_config,
+    heeds=frozenset(("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")),
+)

@@ -1,0 +1,108 @@
+"""`read_rope`: the rotary embedding that a config.json describes, in transformers 5's fields or the older ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from headrace.adapters.untrusted import Fields, refuse
+from headrace.engine.model.rope import Linear, Llama3, LongRope, Rope, Yarn
+from headrace.engine.model.spec import LIMITS
+
+__all__ = ["read_rope"]
+
+_ORIGINAL = "original_max_position_embeddings"
+_MOST_FACTOR = 1e6
+
+
+def read_rope(config: Fields, max_context: int, head_dim: int, default_theta: float = 10000.0) -> Rope:
+    """Return the rope of a config whose layers are all rotated alike.
+
+    Args:
+        config: The config. Its `rope_parameters` are read, or the older `rope_theta` beside `rope_scaling`.
+        max_context: Most tokens that the model was made for.
+        head_dim: Elements of a head.
+        default_theta: Base of the frequencies where the config gives none.
+
+    Raises:
+        ModelRejected: The kind of rope is not supported, or one of its numbers is impossible.
+    """
+    name = "rope_parameters" if config.data.get("rope_parameters") is not None else "rope_scaling"
+    given = config.data.get(name)
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
+        config.refuse(name, "an object with rope_type")
+    found = {field: value for field, value in given.items() if value is not None}
+    kind = found.get("rope_type", found.get("type", "default"))
+    # Phi-3's configs keep the original context outside, where it counts for more, as it does in transformers.
+    original = config.data.get(_ORIGINAL)
+    beside = {"rope_theta": config.data.get("rope_theta"), _ORIGINAL: max_context}
+    rope = Fields(
+        {**beside, **found, **({} if original is None else {_ORIGINAL: original})}, f"{config.origin}: {name}"
+    )
+    theta = rope.real("rope_theta", 1.0, 1e12, default_theta)
+    if found.get("partial_rotary_factor", 1) != 1:
+        rope.refuse("partial_rotary_factor", 1)
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, Linear(rope.real("factor", 1.0, _MOST_FACTOR)))
+    if kind == "llama3":
+        return Rope(theta, _llama3(rope))
+    if kind in ("longrope", "su") or (kind == "yarn" and "long_factor" in found):  # Phi-3's older names
+        return _long_rope(rope, theta, max_context, head_dim)
+    if kind == "yarn":
+        return _yarn(rope, theta, max_context)
+    known = "default, linear, llama3, yarn, longrope"
+    refuse(rope.origin, "rope_type", kind, f"{known}: keys are kept" if kind == "dynamic" else known)
+
+
+def _llama3(rope: Fields) -> Llama3:
+    low = rope.real("low_freq_factor", 1e-6, _MOST_FACTOR)
+    high = rope.real("high_freq_factor", 1e-6, _MOST_FACTOR)
+    if high <= low:
+        rope.refuse("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
+    return Llama3(rope.real("factor", 1.0, _MOST_FACTOR), low, high, _original(rope))
+
+
+def _yarn(rope: Fields, theta: float, max_context: int) -> Rope:
+    """Return yarn with the magnitude 0.1 ln(factor) + 1, unless the config says another (Peng et al., 2023, eq. 22)."""
+    original = _original(rope)
+    factor = rope.real("factor", 1.0, _MOST_FACTOR, max_context / original)
+    fast, slow = rope.real("beta_fast", 1e-3, _MOST_FACTOR, 32.0), rope.real("beta_slow", 1e-3, _MOST_FACTOR, 1.0)
+    if slow > fast:
+        rope.refuse("beta_slow", f"at most beta_fast, which is {fast:g}")
+    if theta <= 1.0:
+        rope.refuse("rope_theta", "more than 1 for yarn")
+    each, of_all = rope.real("mscale", 0.0, 1e3, 0.0), rope.real("mscale_all_dim", 0.0, 1e3, 0.0)
+    stretched = math.log(factor)
+    usual = (0.1 * each * stretched + 1.0) / (0.1 * of_all * stretched + 1.0) if each and of_all else None
+    magnitude = rope.real("attention_factor", 1e-3, 1e3, 0.1 * stretched + 1.0 if usual is None else usual)
+    return Rope(theta, Yarn(factor, original, fast, slow, rope.flag("truncate", True)), magnitude)
+
+
+def _long_rope(rope: Fields, theta: float, max_context: int, head_dim: int) -> Rope:
+    """Return longrope with the magnitude sqrt(1 + ln(factor) / ln(original context)), unless given."""
+    original = _original(rope)
+    factor = rope.real("factor", 0.0, _MOST_FACTOR, max_context / original)
+    is_stretched = factor > 1.0 and original > 1
+    usual = math.sqrt(1.0 + math.log(factor) / math.log(original)) if is_stretched else 1.0
+    short, long = (_divisors(rope, field, head_dim // 2) for field in ("short_factor", "long_factor"))
+    return Rope(theta, LongRope(short, long, original), rope.real("attention_factor", 1e-3, 1e3, usual))
+
+
+def _original(rope: Fields) -> int:
+    return rope.size(_ORIGINAL, LIMITS["max_context"])
+
+
+def _divisors(rope: Fields, field: str, pairs: int) -> tuple[float, ...]:
+    found = rope.data.get(field)
+    if not isinstance(found, list) or len(found) != pairs:
+        rope.refuse(field, f"a list of {pairs} numbers, half a head")
+    numbers = []
+    for each in found:
+        if isinstance(each, bool) or not isinstance(each, (int, float)) or not 1e-6 <= each <= _MOST_FACTOR:
+            rope.refuse(field, f"numbers from 1e-06 to {_MOST_FACTOR:g}")
+        numbers.append(float(each))
+    return tuple(numbers)

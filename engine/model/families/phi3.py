@@ -1,0 +1,31 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama with queries, keys and values in one tensor, and gates and ups in one.
+
+Abdin et al. (2024), "Phi-3 technical report". Models for long contexts have the rope of Ding et al. (2024). Models that
+rotate a part of each head, such as Phi-4-mini, are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.hf import HF_NAMES, HfConfig
+from headrace.engine.model.spec import DecoderSpec, LayerSpec
+
+__all__ = ["PHI3"]
+
+_NAMES = replace(
+    HF_NAMES,
+    roles={**HF_NAMES.roles, "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
+    joined={"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")},
+)
+
+
+def _from_config(config: HfConfig) -> DecoderSpec:
+    attention, feed, norms = config.attention(), config.dense(), config.norms(default_epsilon=1e-5)
+    windows = config.windows(config.window(default=None))
+    layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
+    return config.decoder(layers, [config.rope(attention)], _NAMES)
+
+
+PHI3 = Family("Phi3ForCausalLM", "phi3", _from_config)

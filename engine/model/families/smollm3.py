@@ -1,0 +1,46 @@
+"""SmolLM3: Llama whose every fourth layer attends without positions.
+
+Bakouch et al. (2025), "SmolLM3: smol, multilingual, long-context reasoner". Layers without rotation among others with
+it are from Yang et al. (2025), "Rope to nope and back again".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.hf import HfConfig
+from headrace.engine.model.rope import UNROTATED
+from headrace.engine.model.spec import DecoderSpec, LayerSpec
+
+__all__ = ["SMOLLM3"]
+
+_THETA = 2e6
+
+
+def _from_config(config: HfConfig) -> DecoderSpec:
+    biased = config.flag("attention_bias", False)
+    attention = replace(config.attention(kv_heads=4), qkv_bias=biased, o_bias=biased)
+    feed = replace(config.dense(), bias=config.flag("mlp_bias", False))
+    norms, rotated = config.norms(), _rotated(config)
+    window = config.window(default=None) if config.flag("use_sliding_window", False) else None
+    windows = config.windows(window, [not has_rope for has_rope in rotated], types_decide=True)
+    layers = (
+        LayerSpec(replace(attention, window=window, rope=int(not has_rope)), feed, norms)
+        for window, has_rope in zip(windows, rotated, strict=True)
+    )
+    return config.decoder(layers, [config.rope(attention, _THETA), UNROTATED])
+
+
+def _rotated(config: HfConfig) -> list[bool]:
+    """Return whether each layer rotates its heads: `no_rope_layers` has a 1 for those that do."""
+    given, count = config.data.get("no_rope_layers"), config.num_layers
+    if given is None:
+        interval = config.size("no_rope_layer_interval", count + 1, 4)
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    if not isinstance(given, list) or len(given) < count or any(each not in (0, 1) for each in given):
+        config.refuse("no_rope_layers", f"a list of {count} times 0 or 1")
+    return [bool(each) for each in given[:count]]
+
+
+SMOLLM3 = Family("SmolLM3ForCausalLM", "smollm3", _from_config, heeds=frozenset(("no_rope_layers",)))
