@@ -6,12 +6,12 @@ Names and shapes come from a stranger: each is checked against the model's. Next
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headrace.adapters.layout import EMBED, HEAD, MODULES, BlockLayout, ModelShape, module_row
+from headrace.adapters.layout import EMBED, HEAD, MODULES, SITES, BlockLayout, ModelShape, module_row
 from headrace.adapters.peft_config import WEIGHTS_FILE, PeftConfig
 from headrace.adapters.safetensors_header import TensorEntry, refuse_file
 from headrace.adapters.stored import DTYPES, Part, Recipe, Span, cut
@@ -21,11 +21,13 @@ __all__ = ["PROMPT_KEY", "recipe_of", "virtual_recipe"]
 
 PROMPT_KEY = "prompt_embeddings"
 """Name of the only tensor in the file of an adapter of virtual tokens."""
+_JOINED = {site: modules for site, modules in SITES.items() if len(modules) > 1}
+"""Modules that some models have as one, by its name."""
 _KINDS = {"F32": 0, "F16": 1, "BF16": 2}
 _ALIGNMENT = 16  # bytes, since a tensor may follow another of smaller numbers
 # The second `model` is missing where an adapter was trained on a model without its head, as for embeddings.
 _LAYER_KEY = re.compile(
-    r"base_model\.model\.(?:model\.)?layers\.(0|[1-9]\d{0,3})\.(?:self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
+    r"base_model\.model\.(?:model\.)?layers\.(0|[1-9]\d{0,3})\.(?:self_attn|mlp)\.(qkv|q|k|v|o|gate_up|gate|up|down)_proj"
     r"\.lora_([AB])\.weight"
 )
 _TOP_KEYS = {
@@ -72,18 +74,18 @@ def virtual_recipe(entry: TensorEntry, shape: ModelShape) -> Recipe:
 def _recipe(
     entries: dict[str, TensorEntry], found: list[_Matrix], layout: BlockLayout, elements: int, in_pieces: bool
 ) -> Recipe:
-    matrices = {matrix.key: matrix for matrix in found}
-    spans, ats, end = _placed(entries, matrices)
+    spans, ats, end = _placed(entries, {matrix.key for matrix in found})
     lines, scales, names = [], [], []
-    for key, at in in_turns(ats.items()):
-        matrix, kind = matrices[key], _kind(entries, key)
+    for matrix in in_turns(sorted(found, key=lambda each: (ats[each.key], each.skip))):  # the order of memory
+        kind, (rows, width) = _kind(entries, matrix.key), entries[matrix.key].shape
         size = DTYPES[kind].itemsize
-        end_at = at + entries[key].nbytes
+        at = ats[matrix.key] + matrix.skip * width * size
+        end_at = at + (matrix.rows or rows) * width * size
         for start, stop in cut(at, end_at) if in_pieces else [(at, end_at)]:
             first, count = (start - at) // size, (stop - start) // size
-            lines.append((start, first, count, entries[key].shape[1], matrix.to, matrix.down, matrix.along, kind))
+            lines.append((start, first, count, width, matrix.to, matrix.down, matrix.along, kind))
             scales.append(matrix.scale)
-            names.append(key)
+            names.append(matrix.key)
     parts = np.array(lines, np.int64)
     is_padded = int(parts[:, Part.COUNT].sum()) < elements
     return Recipe(layout, elements, spans, end, parts, np.array(scales, np.float32), tuple(names), is_padded)
@@ -97,17 +99,26 @@ class _Pair:
     b: str
     rank: int
     scale: float
+    skip: int = 0
+    """Rows of B before those of the module, where the file has several modules in one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """The place of a stored matrix in the block, in elements, and the factor that it is multiplied by."""
+    """The place of a stored matrix, or of some of its rows, in the block, and the factor that it is multiplied by."""
 
     key: str
     to: int
+    """Element of the block at which the first of the rows begins."""
     down: int
+    """Elements of the block from one row to the next."""
     along: int
+    """Elements of the block from one column to the next."""
     scale: float = 1.0
+    skip: int = 0
+    """Rows before the first."""
+    rows: int | None = None
+    """Number of rows; None for all."""
 
 
 def _matrices(pairs: dict[_Place, _Pair], layout: BlockLayout) -> Iterator[_Matrix]:
@@ -119,12 +130,10 @@ def _matrices(pairs: dict[_Place, _Pair], layout: BlockLayout) -> Iterator[_Matr
             yield _Matrix(pair.a, a, 1, int(layout.ranks[row]))
         else:
             yield _Matrix(pair.a, a, inputs, 1)
-        yield _Matrix(pair.b, b, 1, outputs, pair.scale)
+        yield _Matrix(pair.b, b, 1, outputs, pair.scale, pair.skip, outputs)
 
 
-def _placed(
-    entries: dict[str, TensorEntry], matrices: dict[str, _Matrix]
-) -> tuple[tuple[Span, ...], dict[str, int], int]:
+def _placed(entries: dict[str, TensorEntry], wanted: Set[str]) -> tuple[tuple[Span, ...], dict[str, int], int]:
     """Return the spans of a file to read, the place of each matrix's tensor in memory, and the end of the last.
 
     Tensors that follow each other in the file do so in memory, except where a dtype needs padding to its alignment.
@@ -133,7 +142,7 @@ def _placed(
     ats: dict[str, int] = {}
     end = 0
     for key, entry in in_turns(entries.items()):  # in the file's order
-        if key not in matrices:
+        if key not in wanted:
             continue
         last = spans[-1] if spans else None
         size = DTYPES[_kind(entries, key)].itemsize
@@ -156,7 +165,11 @@ def _kind(entries: dict[str, TensorEntry], key: str) -> int:
 
 
 def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShape) -> dict[_Place, _Pair]:
-    """Return the updates in the file, in the order of layers and modules, each with two tensors of the right shapes."""
+    """Return the updates in the file, in the order of layers and modules, each with two tensors of the right shapes.
+
+    The one update of joined modules, as of Phi-3's `qkv_proj`, becomes one of each module: they share A and have some
+    rows of B each.
+    """
     keys: dict[_Place, dict[str, str]] = {}
     for key, entry in in_turns(entries.items()):
         found = _place(key, shape)
@@ -170,13 +183,20 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
             refuse_file(WEIGHTS_FILE, "tensor", key, f"updates of {modules}, of embed_tokens and of lm_head")
     if not keys:
         refuse_file(WEIGHTS_FILE, "the number of updates", 0, "at least 1")
-    pairs = {}
+    pairs: dict[_Place, _Pair] = {}
     for (layer, module), both in in_turns(sorted(keys.items())):
         if len(both) < 2:
             half, key = next(iter(both.items()))
             refuse_file(WEIGHTS_FILE, "tensor", key, f"one with its {'B' if half == 'A' else 'A'} beside it")
-        pairs[layer, module] = _checked_pair(entries, both["A"], both["B"], config, shape.size(module))
-    return pairs
+        several = _JOINED.get(module, (module,))
+        sizes = [shape.size(each) for each in several]
+        pair = _checked_pair(entries, both["A"], both["B"], config, (sizes[0][0], sum(size for _, size in sizes)))
+        for each, (_, outputs) in zip(several, sizes, strict=True):
+            if (layer, each) in pairs:
+                refuse_file(WEIGHTS_FILE, "tensor", both["B"], f"one of its module, which {pairs[layer, each].b} is")
+            pairs[layer, each] = pair
+            pair = replace(pair, skip=pair.skip + outputs)
+    return dict(sorted(pairs.items()))
 
 
 def _place(key: str, shape: ModelShape) -> tuple[_Place, str] | None:
@@ -187,7 +207,7 @@ def _place(key: str, shape: ModelShape) -> tuple[_Place, str] | None:
     match = _LAYER_KEY.fullmatch(key)
     if match is None or int(match[1]) >= shape.num_layers:
         return None
-    if ("mlp" in key) != (match[2] in ("gate", "up", "down")):
+    if ("mlp" in key) != (match[2] in ("gate", "up", "down", "gate_up")):
         return None
     return (int(match[1]), match[2]), match[3]
 

@@ -30,6 +30,7 @@ SHAPE = ModelShape(num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, he
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Q_B = Q_A.replace("lora_A", "lora_B")
+QKV_A = Q_A.replace("q_proj", "qkv_proj")
 
 
 def read(folder: Path, **options: Any) -> LoadedAdapter:
@@ -111,6 +112,16 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "one module under two names": (
         with_tensors(**{Q_A.replace("model.layers", "layers"): torch.zeros(4, 32)}),
         "one of its module",
+    ),
+    "queries by themselves and joined": (
+        with_tensors(**{QKV_A: torch.zeros(4, 32), QKV_A.replace("lora_A", "lora_B"): torch.zeros(64, 4)}),
+        "qkv_proj.lora_B.weight.*one of its module",
+    ),
+    "joined modules of other sizes": (
+        with_tensors(
+            a=None, b=None, **{QKV_A: torch.zeros(4, 32), QKV_A.replace("lora_A", "lora_B"): torch.zeros(32, 4)}
+        ),
+        r"\(64, 4\)",
     ),
     "unknown layer": (with_tensors(**{Q_A.replace("s.0.", "s.2."): torch.zeros(4, 32)}), "layers.2"),
     "module elsewhere": (with_tensors(**{Q_A.replace("self_attn", "mlp"): torch.zeros(4, 32)}), "mlp.q_proj"),

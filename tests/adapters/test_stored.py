@@ -67,6 +67,42 @@ def test_pieces_make_the_same_block(
         assert torch.equal(unpacked(found.block), whole.block)
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_joined_modules_make_the_block_of_their_parts(
+    in_pieces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One update of q, k and v is three with the same A and some rows of B each."""
+    apart, joined = {}, {}
+    for site, modules in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+        folder = site.split(".")[0]
+        sizes = [SIZES[f"{folder}.{module}_proj"] for module in modules]
+        for layer in range(2):
+            name = f"base_model.model.model.layers.{layer}."
+            a = torch.randn(3, sizes[0][0])
+            parts = [torch.randn(outputs, 3) for _, outputs in sizes]
+            joined |= {f"{name}{site}.lora_A.weight": a, f"{name}{site}.lora_B.weight": torch.cat(parts)}
+            for module, b in zip(modules, parts, strict=True):
+                one = f"{name}{folder}.{module}_proj"
+                apart |= {f"{one}.lora_A.weight": a.clone(), f"{one}.lora_B.weight": b}
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 5}
+    write_folder(tmp_path / "apart", config, apart)
+    write_folder(tmp_path / "joined", config, joined)
+    expected = read_adapter(tmp_path / "apart", SHAPE, torch.bfloat16, max_rank=8)
+    assert isinstance(expected.block, torch.Tensor)
+    if not in_pieces:
+        found = read_adapter(tmp_path / "joined", SHAPE, torch.bfloat16, max_rank=8)
+        assert isinstance(found.block, torch.Tensor) and torch.equal(found.block, expected.block)
+        return
+    monkeypatch.setattr(stored, "PIECE_BYTES", 320)
+    monkeypatch.setattr(files, "_ALONE_BYTES", 1000)
+
+    def take(nbytes: int) -> list[torch.Tensor]:
+        return [torch.full((320,), 0xFF, dtype=torch.uint8) for _ in range(-(-nbytes // 320))]
+
+    found = read_adapter(tmp_path / "joined", SHAPE, torch.bfloat16, max_rank=8, take=take)
+    assert torch.equal(unpacked(found.block), expected.block)
+
+
 def test_adapters_made_alike_share_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_SETTLED_NS", -(10**12))
     folders = [write(tmp_path / str(number), rank, DTYPES) for number, rank in enumerate((8, 8, 4))]

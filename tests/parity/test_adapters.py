@@ -127,6 +127,35 @@ def test_alone(kind: str, base: Any, tested: ModelUnderTest, tmp_path: Path) -> 
         torch.testing.assert_close(found[len(before) :], expected, rtol=0, atol=2e-4)
 
 
+JOINED: dict[str, dict[str, Any]] = {
+    "qkv": {"r": 3, "lora_alpha": 5, "target_modules": ["qkv_proj"]},
+    "all": {"r": 8, "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
+    "patterns": {"r": 4, "target_modules": ["qkv_proj", "gate_up_proj"], "rank_pattern": {"qkv_proj": 11}},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", JOINED)
+def test_joined_modules(kind: str, tmp_path: Path) -> None:
+    """Phi-3 has queries, keys and values in one module, and gates and ups in one."""
+    torch.manual_seed(3)
+    base = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES)).eval()
+    for name, parameter in base.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.12)
+    base.save_pretrained(tmp_path / "base")
+    _, tested = ModelUnderTest.load(tmp_path / "base")
+    tested.bank = CpuBank(4, 4, torch.float32)
+    ids = sequence(1)
+    with torch.inference_mode():
+        plain = base(torch.tensor([ids])).logits[0]
+    expected = adapted(base, kind, JOINED[kind], tmp_path / "adapter", ids, seed=2)
+    assert (expected - plain).abs().max() > 0.05, "the adapter does nothing"
+    tested.bank.put(0, 0, read_adapter(tmp_path / "adapter", SHAPE, torch.float32, max_rank=256))
+    (found,) = tested.logits([ids], 4, 7, [0])
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_trained_on_the_model_without_its_head(base: Any, tested: ModelUnderTest, tmp_path: Path) -> None:
     """As for embeddings: names and patterns lack the outer module."""
