@@ -47,7 +47,7 @@ class Stream(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """Weights of the RMS norms of each query head and each key head."""
+    """Weights of the RMS norms of queries and keys: of each head, [D], or of all heads together."""
 
     q_D: Tensor
     k_D: Tensor

@@ -72,7 +72,7 @@ class MixerSpec(ABC):
 
     @abstractmethod
     def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
-        """Return the mixer's parameters by their names in `SublayerWeights`, the norm before or behind it included."""
+        """Return the mixer's parameters, but its layer's norms, by their names in `SublayerWeights`."""
 
 
 class FeedSpec(ABC):
@@ -82,7 +82,7 @@ class FeedSpec(ABC):
 
     @abstractmethod
     def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
-        """Return the feed's parameters by their names in `SublayerWeights`, the norm before or behind it included."""
+        """Return the feed's parameters, but its layer's norms, by their names in `SublayerWeights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,8 @@ class Attention(MixerSpec):
     """Number of last positions that a token attends to, itself included; None for all."""
     qk_norm: bool = False
     """Whether each query and key head is RMS-normalised before rotation."""
+    qk_norm_across_heads: bool = False
+    """Whether all query heads together, and all key heads together, are RMS-normalised before rotation."""
     qkv_bias: bool = False
     o_bias: bool = False
     scale: float | None = None
@@ -114,11 +116,10 @@ class Attention(MixerSpec):
         return Paged(2 * self.kv_heads * self.head_dim, self.window)
 
     def parameters(self, hidden_size: int) -> dict[str, Fused]:
-        """Return the norm, the products of queries, keys and values as one, and that of the output."""
+        """Return the products of queries, keys and values as one, that of the output, and norms of heads."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = {"q": queries, "k": keys, "v": keys}
         found = {
-            "norm_E": norm(input_norm=hidden_size),
             "qkv": matrix(hidden_size, **rows).rotated(self.head_dim, "q", "k"),
             "o": matrix(queries, o=hidden_size),
         }
@@ -129,6 +130,8 @@ class Attention(MixerSpec):
         if self.qk_norm:
             found["q_norm_D"] = norm(q_norm=self.head_dim)
             found["k_norm_D"] = norm(k_norm=self.head_dim)
+        if self.qk_norm_across_heads:
+            found["q_norm_X"], found["k_norm_X"] = norm(q_norm=queries), norm(k_norm=keys)
         return found
 
 
@@ -142,10 +145,9 @@ class DenseFeed(FeedSpec):
     activation: Literal["silu"] = "silu"
 
     def parameters(self, hidden_size: int) -> dict[str, Fused]:
-        """Return the norm, the products of gate and up as one, and that of down."""
+        """Return the products of gate and up as one, and that of down."""
         rows = {"gate": self.size, "up": self.size}
         found = {
-            "norm_E": norm(post_norm=hidden_size),
             "gate_up": matrix(hidden_size, **rows),
             "down": matrix(self.size, down=hidden_size),
         }
@@ -161,8 +163,18 @@ class Norms:
 
     epsilon: float
     kind: Literal["rms"] = "rms"
-    placement: Literal["pre", "post"] = "pre"
-    """Where the norms are: `pre` for x + f(norm(x)) (Xiong et al., 2020), `post` for x + norm(f(x))."""
+    placement: Literal["pre", "post", "both"] = "pre"
+    """Where the norms are: `pre` for x + f(norm(x)) (Xiong et al., 2020), `post` for x + norm(f(x)) (OLMo Team, 2025),
+    `both` for x + norm(f(norm(x))) (Ding et al., 2021)."""
+
+    def parameters(self, hidden_size: int, sublayer: Literal["mixer", "feed"]) -> dict[str, Fused]:
+        """Return the weights of one sublayer's norms: `norm_E` of its input, `result_norm_E` of its result."""
+        found = {}
+        if self.placement != "post":
+            found["norm_E"] = norm(**{f"{sublayer}_norm": hidden_size})
+        if self.placement != "pre":
+            found["result_norm_E"] = norm(**{f"{sublayer}_result_norm": hidden_size})
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +184,13 @@ class LayerSpec:
     mixer: MixerSpec
     feed: FeedSpec
     norms: Norms
+
+    def parameters(self, hidden_size: int) -> tuple[dict[str, Fused], dict[str, Fused]]:
+        """Return the parameters of mixer and feed by their names in `SublayerWeights`, norms first."""
+        return (
+            {**self.norms.parameters(hidden_size, "mixer"), **self.mixer.parameters(hidden_size)},
+            {**self.norms.parameters(hidden_size, "feed"), **self.feed.parameters(hidden_size)},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +247,7 @@ class DecoderSpec:
     @property
     def has_biases(self) -> bool:
         """Whether a product within the layers has a bias."""
-        plans = (part.parameters(self.hidden_size) for layer in self.layers for part in (layer.mixer, layer.feed))
+        plans = (plan for layer in self.layers for plan in layer.parameters(self.hidden_size))
         return any(fused.is_bias for plan in plans for fused in plan.values())
 
     @property

@@ -174,6 +174,13 @@ class CpuOps:
         gate_NF, up_NF = gate_up_N2F.chunk(2, -1)
         return functional.silu(gate_NF).mul_(up_NF)
 
+    def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
+        """Return queries, keys and values with an RMS norm of all queries, and one of all keys."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        q_NX, k_NX, v_NX = qkv_NX.split((queries, keys, keys), 1)
+        normed = (self.rms_norm(part.contiguous(), norm_X) for part, norm_X in ((q_NX, norms.q_D), (k_NX, norms.k_D)))
+        return torch.cat((*normed, v_NX), 1)
+
     def rope_and_write(
         self,
         qkv_NX: Tensor,

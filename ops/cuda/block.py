@@ -147,7 +147,7 @@ class CudaOps:
             if (scaled := runs.factors_gated.at(rows)) is not None:
                 return self._gated(scaled, x_NE, gate_up, pending), total_NE
             if (scaled := runs.factors_plain.at(rows)) is not None:
-                return self._silu_mul(self._plain(scaled, x_NE, gate_up, pending)), total_NE
+                return self.silu_mul(self._plain(scaled, x_NE, gate_up, pending)), total_NE
         elif pending is None and (one := runs.norm_gated.at(rows)) is not None:
             add, total_NE = self._add_norm(stream, norm_E)
             return self._gated(one, x_NE, gate_up, add), total_NE
@@ -188,6 +188,16 @@ class CudaOps:
         fused.add_rms_norm(x_NE, total_NE, norm_E, self.eps, pdl=self.pdl)
         return x_NE, total_NE
 
+    def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
+        """Norm all queries together, and all keys together, in place."""
+        queries, keys = self.shape.heads * self.shape.head_dim, self.shape.kv_heads * self.shape.head_dim
+        for first, norm_X in ((0, norms.q_D), (queries, norms.k_D)):
+            size = keys if first else queries
+            part_NX = qkv_NX[:, first : first + size]
+            self.note(self._norm)
+            fused.rms_norm(part_NX, norm_X, self.eps, part_NX, pdl=self.pdl)
+        return qkv_NX
+
     # --- for operations with adapters, too
 
     def product(self, x_NI: Tensor, packed: CudaProduct) -> Tensor:
@@ -197,7 +207,7 @@ class CudaOps:
     def gated(self, x_NE: Tensor, packed: CudaProduct) -> Tensor:
         """Return silu(gate) * up of the product."""
         chosen = packed.runs.gated.at(len(x_NE))
-        return self._silu_mul(self.product(x_NE, packed)) if chosen is None else self._gated(chosen, x_NE, packed)
+        return self.silu_mul(self.product(x_NE, packed)) if chosen is None else self._gated(chosen, x_NE, packed)
 
     def add_inside(
         self,
@@ -284,7 +294,7 @@ class CudaOps:
         packed.run(chosen, x_NE, out_NF, before, GATED)
         return out_NF
 
-    def _silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
+    def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
         """Return silu(gate) * up of gates and ups that a product has left in memory."""
         rows, size = gate_up_N2F.shape
         out_NF = torch.empty(rows, size // 2, dtype=gate_up_N2F.dtype, device=gate_up_N2F.device)

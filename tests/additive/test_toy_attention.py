@@ -75,7 +75,8 @@ def from_config(config: HfConfig) -> DecoderSpec:
     plain = config.attention()
     cap = config.real("attn_logit_softcapping", 1e-3, 1e3)
     attention = Softcapped(heads=plain.heads, kv_heads=plain.kv_heads, head_dim=plain.head_dim, cap=cap)
-    return config.decoder([LayerSpec(attention, config.dense(), config.norms())] * config.num_layers)
+    layers = [LayerSpec(attention, config.dense(), config.norms())] * config.num_layers
+    return config.decoder(layers, [config.rope(attention)])
 
 
 TOY = Family("ToyForCausalLM", "toy", from_config, heeds=frozenset(("attn_logit_softcapping",)))

@@ -22,7 +22,7 @@ from headrace.engine.model.cpu.runner import cpu_ops
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.layers import FEEDS
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
-from headrace.engine.model.roles import Fused, matrix, norm
+from headrace.engine.model.roles import Fused, matrix
 from headrace.engine.model.spec import Attention, DenseFeed, FeedSpec, LayerSpec, Norms
 from headrace.ops.stream import Stream
 
@@ -39,7 +39,7 @@ class TwoExperts(FeedSpec):
     size: int
 
     def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
-        found = {"norm_E": norm(post_norm=hidden_size), "router": matrix(hidden_size, router=2)}
+        found = {"router": matrix(hidden_size, router=2)}
         for expert in (0, 1):
             rows = {f"gate{expert}": self.size, f"up{expert}": self.size}
             found[f"gate_up{expert}"] = matrix(hidden_size, **rows)

@@ -45,7 +45,7 @@ class PostNormAttention(Generic[Packed, Step, Kv]):
 
     def __init__(self, spec: LayerSpec, weights: SublayerWeights, ops: DeviceOps[Packed, Step, Kv], layer: int) -> None:
         assert spec.norms.placement == "post"
-        self._norm_E, self._layer = weights.vectors["norm_E"], layer
+        self._norm_E, self._layer = weights.vectors["result_norm_E"], layer
         self._qkv, self._o = (ops.pack(weights.matrices[name], None) for name in ("qkv", "o"))
 
     def __call__(
@@ -65,7 +65,7 @@ class PostNormFeed(Generic[Packed, Step, Kv]):
 
     def __init__(self, spec: LayerSpec, weights: SublayerWeights, ops: DeviceOps[Packed, Step, Kv], layer: int) -> None:
         assert spec.norms.placement == "post"
-        self._norm_E, self._layer = weights.vectors["norm_E"], layer
+        self._norm_E, self._layer = weights.vectors["result_norm_E"], layer
         self._gate_up, self._down = (ops.pack(weights.matrices[name], None) for name in ("gate_up", "down"))
 
     def __call__(self, ops: BlockOps[Packed, Step, Kv], stream: Stream, next_norm_E: Tensor | None) -> Stream:
@@ -83,12 +83,13 @@ def post_feed(reference: Reference, x_NE: Tensor, layer: int) -> Tensor:
     return x_NE + reference.layer_norm(reference.gated(x_NE, layer), layer, "post_attention_layernorm")
 
 
+ROLES = {"mixer_result_norm": "input_layernorm", "feed_result_norm": "post_attention_layernorm"}
 MIXER = PostAttention(heads=4, kv_heads=2, head_dim=8)
 ALL_MIXERS = {**MIXERS, PostAttention: PostNormAttention}
 
 
 def test_norms_behind_mixer_and_feed(tmp_path: Path) -> None:
-    spec = toy_spec([LayerSpec(MIXER, PostDense(40), POST)] * 2)
+    spec = toy_spec([LayerSpec(MIXER, PostDense(40), POST)] * 2, ROLES)
     parts, unlike = (post_mixer, post_feed), (plain_mixer, plain_feed)
     feeds = {**FEEDS, PostDense: PostNormFeed}
     check(tmp_path, spec, parts, unlike, mixers=ALL_MIXERS, feeds=feeds)
@@ -99,7 +100,7 @@ MIXED = [PLAIN, LayerSpec(MIXER, PostDense(40), POST), PLAIN]
 
 
 def test_layers_may_be_of_different_kinds(tmp_path: Path) -> None:
-    spec = toy_spec(MIXED)
+    spec = toy_spec(MIXED, ROLES)
 
     def mixer(reference: Reference, x_NE: Tensor, layer: int) -> Tensor:
         return (post_mixer if layer == 1 else plain_mixer)(reference, x_NE, layer)
@@ -148,7 +149,7 @@ class Told:
 
 def test_a_product_is_told_the_norm_that_follows_and_none_where_none_does() -> None:
     """A GPU computes a part of that norm in the product, which would spoil the stream for one that reads it bare."""
-    spec = toy_spec(MIXED)
+    spec = toy_spec(MIXED, ROLES)
     weights = load_weights("random", spec, dtype=torch.float32, device="cpu")
     told = Told()
     ops = dict.fromkeys(spec.mixer_kinds, told)
@@ -160,17 +161,29 @@ def test_a_product_is_told_the_norm_that_follows_and_none_where_none_does() -> N
     assert [id(norm) for norm in told.norms] == [id(first), id(None), id(last), id(None)]
 
 
-def test_the_packages_own_layers_refuse_norms_that_they_do_not_compute() -> None:
-    for layer in (LayerSpec(Attention(4, 2, 8), DenseFeed(40), POST), LayerSpec(MIXER, DenseFeed(40), POST)):
-        spec = toy_spec([layer])
-        ops = cpu_ops(spec, page_size=4, max_positions=8, dtype=torch.float32)
-        weights = load_weights("random", spec, dtype=torch.float32, device="cpu")
-        with pytest.raises(ModelRejected, match="the norms of a layer"):
-            Decoder(spec, weights, ops, mixers=ALL_MIXERS)
+def test_the_packages_own_layers_compute_the_same(tmp_path: Path) -> None:
+    """Attention and a gated feed of the package with norms of their results; norms on both sides besides."""
+    mixer = Attention(heads=4, kv_heads=2, head_dim=8)
+    post = toy_spec([LayerSpec(mixer, DenseFeed(40), POST)] * 2, ROLES)
+    for name in ("post", "both"):
+        (tmp_path / name).mkdir()
+    check(tmp_path / "post", post, (post_mixer, post_feed), (plain_mixer, plain_feed))
+    roles = {"mixer_result_norm": "mixer_result_norm", "feed_result_norm": "feed_result_norm"}
+    both = toy_spec([LayerSpec(mixer, DenseFeed(40), Norms(EPSILON, placement="both"))] * 2, roles)
+
+    def sandwiched_mixer(reference: Reference, x_NE: Tensor, layer: int) -> Tensor:
+        y_NE = reference.attention(reference.layer_norm(x_NE, layer, "input_layernorm"), layer)
+        return x_NE + reference.layer_norm(y_NE, layer, "mixer_result_norm")
+
+    def sandwiched_feed(reference: Reference, x_NE: Tensor, layer: int) -> Tensor:
+        y_NE = reference.gated(reference.layer_norm(x_NE, layer, "post_attention_layernorm"), layer)
+        return x_NE + reference.layer_norm(y_NE, layer, "feed_result_norm")
+
+    check(tmp_path / "both", both, (sandwiched_mixer, sandwiched_feed), (plain_mixer, plain_feed))
 
 
 def test_a_mixer_that_nothing_computes_is_refused_by_name() -> None:
-    spec = toy_spec([LayerSpec(MIXER, DenseFeed(40), POST)])
+    spec = toy_spec([LayerSpec(MIXER, DenseFeed(40), POST)], ROLES)
     ops = cpu_ops(spec, page_size=4, max_positions=8, dtype=torch.float32)
     weights = load_weights("random", spec, dtype=torch.float32, device="cpu")
     with pytest.raises(ModelRejected, match="the mixer of a layer is PostAttention") as caught:

@@ -46,7 +46,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-GAINS = {"embed": 0.5, "head": 2.5, "v_proj": 2.0, "o_proj": 2.0, "q_proj": 1.2, "k_proj": 1.2}
+GAINS = {"embed": 0.5, "head": 2.5, "qkv_proj": 1.2, "v_proj": 2.0, "o_proj": 2.0, "q_proj": 1.2, "k_proj": 1.2}
 """Spread of an output for inputs of order one. More for queries and keys would make the models chaotic: small errors
 would grow from layer to layer, and with them the margin that the judge has to allow. A small embedding keeps a tied
 head from repeating the latest token for ever."""
@@ -93,6 +93,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.0,
+            "head_dim": 64,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                },
+            },
+        },
+    ),
+    "exaone4": (
+        "Exaone4",
+        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
 }
 
 

@@ -76,6 +76,18 @@ def seed_oss(**changes: Any) -> Any:
     return transformers.SeedOssForCausalLM(transformers.SeedOssConfig(**(SIZES | {"head_dim": 24} | changes)))
 
 
+def olmo2(**changes: Any) -> Any:
+    return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**(SIZES | changes)))
+
+
+def olmo3(**changes: Any) -> Any:
+    return transformers.Olmo3ForCausalLM(transformers.Olmo3Config(**(SIZES | changes)))
+
+
+def exaone4(**changes: Any) -> Any:
+    return transformers.Exaone4ForCausalLM(transformers.Exaone4Config(**(SIZES | changes)))
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LONG_ROPE = {
     "rope_type": "longrope",
@@ -119,6 +131,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "seed-oss": lambda: seed_oss(),
     "seed-oss with every bias": lambda: seed_oss(attention_out_bias=True, mlp_bias=True),
+    "olmo2": lambda: olmo2(),
+    "olmo2 with every bias": lambda: olmo2(attention_bias=True, tie_word_embeddings=True),
+    "olmo3, window in the middle layer": lambda: olmo3(
+        sliding_window=WINDOW, layer_types=EVERY_OTHER, rope_parameters={"full_attention": dict(YARN)}
+    ),
+    "exaone4, no window": lambda: exaone4(sliding_window=None, layer_types=["full_attention"] * 3),
+    "exaone4, window in the middle layer": lambda: exaone4(sliding_window=WINDOW, layer_types=EVERY_OTHER),
     "qwen3": lambda: qwen3(tie_word_embeddings=False),
     "qwen3, tied, biased, later layers windowed": lambda: qwen3(tie_word_embeddings=True, attention_bias=True, **LATE),
 }
@@ -183,6 +202,9 @@ def test_what_sets_a_family_apart_changes_its_logits() -> None:
         ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "attention_factor": 1.0}}),
         *(("granite", {factor: 1.0}) for factor in FACTORS),
         ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+        ("olmo3, window in the middle layer", {"rope_parameters": {"full_attention": {**YARN, "factor": 1.0}}}),
+        ("olmo3, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
+        ("exaone4, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
         ("smollm3, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
     ]:
         model, sequences, expected = reference(family)

@@ -23,9 +23,7 @@ class LayerPlan(NamedTuple):
 
 def layer_plan(spec: DecoderSpec, layer: int) -> LayerPlan:
     """Return the parameters that one layer has."""
-    parts = spec.layers[layer].mixer, spec.layers[layer].feed
-    mixer, feed = (_stored(spec, part.parameters(spec.hidden_size), layer) for part in parts)
-    return LayerPlan(mixer, feed)
+    return LayerPlan(*(_stored(spec, plan, layer) for plan in spec.layers[layer].parameters(spec.hidden_size)))
 
 
 def top_plan(spec: DecoderSpec) -> dict[str, Fused]:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from headrace.adapters.untrusted import Fields
 from headrace.engine.model.families.hf_rope import read_rope
@@ -58,14 +58,14 @@ HF_NAMES = Names(
         "embedding": "model.embed_tokens",
         "final_norm": "model.norm",
         "head": "lm_head",
-        "input_norm": "input_layernorm",
+        "mixer_norm": "input_layernorm",
         "q": "self_attn.q_proj",
         "k": "self_attn.k_proj",
         "v": "self_attn.v_proj",
         "o": "self_attn.o_proj",
         "q_norm": "self_attn.q_norm",
         "k_norm": "self_attn.k_norm",
-        "post_norm": "post_attention_layernorm",
+        "feed_norm": "post_attention_layernorm",
         "gate": "mlp.gate_proj",
         "up": "mlp.up_proj",
         "down": "mlp.down_proj",
@@ -136,9 +136,9 @@ class HfConfig(Fields):
             self.refuse("hidden_act", "silu")
         return DenseFeed(self.size("intermediate_size", LIMITS["ffn_size"]))
 
-    def norms(self, default_epsilon: float = 1e-6) -> Norms:
-        """Return RMS norms before each part of a layer, with `default_epsilon` where the config gives none."""
-        return Norms(self.real("rms_norm_eps", 0.0, 1.0, default_epsilon))
+    def norms(self, default_epsilon: float = 1e-6, *, placement: Literal["pre", "post", "both"] = "pre") -> Norms:
+        """Return RMS norms before or behind a layer's parts, with `default_epsilon` where the config gives none."""
+        return Norms(self.real("rms_norm_eps", 0.0, 1.0, default_epsilon), placement=placement)
 
     def window(self, default: int | None) -> int | None:
         """Return the field `sliding_window`, which is `default` where it is absent, and None where it is null."""
@@ -154,6 +154,15 @@ class HfConfig(Fields):
         `has_window` may be left out where all layers have it. `layer_types` must say the same, unless `types_decide`
         and there is a window.
         """
+        return tuple(each for _, each in self.windowed(window, has_window, types_decide=types_decide))
+
+    def windowed(
+        self, window: int | None, has_window: Sequence[bool] | None = None, *, types_decide: bool = False
+    ) -> list[tuple[bool, int | None]]:
+        """Return whether each layer is one of those with a window, beside what `windows` returns.
+
+        The latter is None for all layers where the context is no longer than the window.
+        """
         windowed = [window is not None and each for each in has_window or [True] * self.num_layers]
         types = self.data.get("layer_types")
         if types is not None:
@@ -163,11 +172,22 @@ class HfConfig(Fields):
             windowed = by_type
         # A window as long as the context limits nothing.
         effective = window if window is not None and window < self.max_context else None
-        return tuple(effective if is_windowed else None for is_windowed in windowed)
+        return [(is_windowed, effective if is_windowed else None) for is_windowed in windowed]
 
-    def rope(self, attention: Attention, default_theta: float = 10000.0) -> Rope:
-        """Return the rotary embedding of the config, whose base is `default_theta` where it gives none."""
-        return read_rope(self, self.max_context, attention.head_dim, default_theta)
+    def rope(self, attention: Attention, default_theta: float = 10000.0, layer_type: str | None = None) -> Rope:
+        """Return the rotary embedding of the config.
+
+        Args:
+            attention: Attention with the heads that are rotated.
+            default_theta: Base of the frequencies where the config gives none.
+            layer_type: Entry of `layer_types` whose rope is wanted, where a config may have several.
+        """
+        return read_rope(self, self.max_context, attention.head_dim, default_theta, layer_type)
+
+    def has_rope_of(self, layer_type: str) -> bool:
+        """Return whether the config has a rope of its own for an entry of `layer_types`."""
+        given = self.data.get("rope_parameters")
+        return isinstance(given, Mapping) and isinstance(given.get(layer_type), Mapping)
 
     def decoder(self, layers: Iterable[LayerSpec], ropes: Sequence[Rope], names: Names = HF_NAMES) -> DecoderSpec:
         """Return the spec of a model with these layers, an embedding, a final norm like theirs and a head.

@@ -15,14 +15,17 @@ _ORIGINAL = "original_max_position_embeddings"
 _MOST_FACTOR = 1e6
 
 
-def read_rope(config: Fields, max_context: int, head_dim: int, default_theta: float = 10000.0) -> Rope:
-    """Return the rope of a config whose layers are all rotated alike.
+def read_rope(
+    config: Fields, max_context: int, head_dim: int, default_theta: float, layer_type: str | None = None
+) -> Rope:
+    """Return the rope of a config, or of its layers of one type.
 
     Args:
         config: The config. Its `rope_parameters` are read, or the older `rope_theta` beside `rope_scaling`.
         max_context: Most tokens that the model was made for.
         head_dim: Elements of a head.
         default_theta: Base of the frequencies where the config gives none.
+        layer_type: The type, under which `rope_parameters` may have an object of its own.
 
     Raises:
         ModelRejected: The kind of rope is not supported, or one of its numbers is impossible.
@@ -33,6 +36,8 @@ def read_rope(config: Fields, max_context: int, head_dim: int, default_theta: fl
         given = {}
     if not isinstance(given, Mapping):
         config.refuse(name, "an object with rope_type")
+    if layer_type is not None and isinstance(given.get(layer_type), Mapping):
+        name, given = f"{name}.{layer_type}", given[layer_type]
     found = {field: value for field, value in given.items() if value is not None}
     kind = found.get("rope_type", found.get("type", "default"))
     # Phi-3's configs keep the original context outside, where it counts for more, as it does in transformers.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace.adapters.untrusted import Fields, read_object, refuse
+from headrace.engine.model.families.exaone4 import EXAONE4
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.granite import GRANITE
@@ -18,6 +19,7 @@ from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.families.llama import LLAMA
 from headrace.engine.model.families.ministral import MINISTRAL
 from headrace.engine.model.families.mistral import MISTRAL
+from headrace.engine.model.families.olmo2 import OLMO2, OLMO3
 from headrace.engine.model.families.phi3 import PHI3
 from headrace.engine.model.families.qwen2 import QWEN2
 from headrace.engine.model.families.qwen3 import QWEN3
@@ -27,7 +29,7 @@ from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "read_hf_config"]
 
-FAMILIES: Final = (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, SEED_OSS)
+FAMILIES: Final = (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, SEED_OSS, OLMO2, OLMO3, EXAONE4)
 
 QUANTISATION_FILE: Final = "hf_quant_config.json"
 """The file that ModelOpt writes."""

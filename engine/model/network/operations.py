@@ -93,7 +93,21 @@ class BlockOps(Protocol[_Packed, _Step, _Kv]):
 
 
 class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
-    """Protocol of a device's operations without adapters, which also pack the weights for all others."""
+    """Protocol of a device's operations without adapters, with those that no adapter changes.
+
+    They also pack the weights for all others.
+    """
+
+    def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
+        """Return silu(gate) * up, [N, F], where each token has F gates, then F ups."""
+        ...
+
+    def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
+        """Return queries, keys and values side by side with an RMS norm of all queries, and one of all keys.
+
+        The result may be `qkv_NX` itself, changed in place. The norms' weights are [H * D] and [K * D].
+        """
+        ...
 
     def pack(self, weight: Stored, bias_O: Tensor | None) -> Packed:
         """Return a weight [O, I] and its bias in the form in which this device multiplies by them."""

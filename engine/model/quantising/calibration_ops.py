@@ -95,6 +95,17 @@ class CalibrationOps:
         total_NE, _ = self.summed(stream)
         return self._rms(total_NE, norm_E), total_NE
 
+    def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
+        """Return silu(gate) * up."""
+        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=1)
+        return functional.silu(gate_NF) * up_NF
+
+    def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
+        """Return queries, keys and values with an RMS norm of all queries, and one of all keys."""
+        queries, keys = (count * self._mixer.head_dim for count in (self._mixer.heads, self._mixer.kv_heads))
+        q_NX, k_NX, v_NX = qkv_NX.split((queries, keys, keys), 1)
+        return torch.cat((self._rms(q_NX, norms.q_D), self._rms(k_NX, norms.k_D), v_NX), 1)
+
     def attend(
         self,
         stream: Stream,
@@ -130,8 +141,7 @@ class CalibrationOps:
     def feed(self, stream: Stream, norm_E: Tensor, gate_up: DenseProduct, layer: int) -> tuple[Tensor, Tensor]:
         """Return (silu(gate) * up, the sum of the stream)."""
         x_NE, total_NE = self.normed(stream, norm_E)
-        gate_NF, up_NF = self.linear(x_NE, gate_up, layer, "gate_up").chunk(2, dim=1)
-        return functional.silu(gate_NF).mul_(up_NF), total_NE
+        return self.silu_mul(self.linear(x_NE, gate_up, layer, "gate_up")), total_NE
 
     def add(
         self, x_NI: Tensor, packed: DenseProduct, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str

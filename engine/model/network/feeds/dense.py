@@ -1,7 +1,8 @@
-"""`GatedFeed`: the gated feed-forward network of Llama and most decoders after it, behind an RMS norm.
+"""`GatedFeed`: the gated feed-forward network of Llama and most decoders after it.
 
-    y = x + down(silu(gate(n)) * up(n)),   n = norm(x)
+    y = x + norm_r(down(silu(gate(n)) * up(n))),   n = norm(x)
 
+A model may lack each of these norms.
 Shazeer (2020), "GLU variants improve transformer".
 """
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
-from headrace.engine.model.network.placement import check_pre_norms
+from headrace.engine.model.network.placement import add_result
 from headrace.engine.model.spec import LayerSpec
 from headrace.ops.stream import Stream
 
@@ -24,20 +25,20 @@ class GatedFeed(Generic[Packed, Step, Kv]):
     """Feed of one layer."""
 
     def __init__(self, spec: LayerSpec, weights: SublayerWeights, ops: DeviceOps[Packed, Step, Kv], layer: int) -> None:
-        """Pack the weights of the layer with the number `layer`.
-
-        Raises:
-            ModelRejected: The norm is placed elsewhere than before the products.
-        """
-        check_pre_norms(spec)
+        """Pack the weights of the layer with the number `layer`."""
         vectors, matrices = weights.vectors, weights.matrices
-        self.entry_norm_E: Tensor | None = vectors["norm_E"]
-        self._norm_E = vectors["norm_E"]
+        self.entry_norm_E: Tensor | None = vectors.get("norm_E")
+        self._result_norm_E = vectors.get("result_norm_E")
         self._gate_up = ops.pack(matrices["gate_up"], vectors.get("gate_up_bias"))
         self._down = ops.pack(matrices["down"], vectors.get("down_bias"))
-        self._layer = layer
+        self._device, self._layer = ops, layer
 
     def __call__(self, ops: BlockOps[Packed, Step, Kv], stream: Stream, next_norm_E: Tensor | None) -> Stream:
         """Return the stream with the feed's result added."""
-        x_NF, total_NE = ops.feed(stream, self._norm_E, self._gate_up, self._layer)
-        return ops.add(x_NF, self._down, total_NE, next_norm_E, self._layer, "down")
+        if self.entry_norm_E is not None:
+            x_NF, total_NE = ops.feed(stream, self.entry_norm_E, self._gate_up, self._layer)
+        else:
+            x_NE, total_NE = ops.summed(stream)
+            x_NF = self._device.silu_mul(ops.linear(x_NE, self._gate_up, self._layer, "gate_up"))
+        norms = self._result_norm_E, next_norm_E
+        return add_result(ops, x_NF, self._down, total_NE, norms, self._layer, "down")

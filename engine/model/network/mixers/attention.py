@@ -1,8 +1,9 @@
-"""`SoftmaxAttention`: grouped softmax attention with rotated heads, behind an RMS norm.
+"""`SoftmaxAttention`: grouped softmax attention with rotated heads.
 
-    x' = x + W_o softmax(q k^T / sqrt(D)) v
+    x' = x + norm_r(W_o softmax(q k^T / sqrt(D)) v)
     q, k, v = rope(norm_h(W_q n)), rope(norm_h(W_k n)), W_v n,   n = norm(x)
 
+A model may lack each of these norms, and norm_h may be of each head or of all heads together.
 Vaswani et al. (2017), Su et al. (2021) for rope, Ainslie et al. (2023) for key heads shared by groups, Henry et al.
 (2020) for norms of heads, Jiang et al. (2023) for windows. Scores and their softmax are the device's.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
-from headrace.engine.model.network.placement import check_pre_norms
+from headrace.engine.model.network.placement import add_result, enter
 from headrace.engine.model.spec import LayerSpec
 from headrace.ops.stream import HeadNorms, Stream
 
@@ -26,23 +27,31 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
     """Attention of one layer. Its state is the keys and values of the layer's pages."""
 
     def __init__(self, spec: LayerSpec, weights: SublayerWeights, ops: DeviceOps[Packed, Step, Kv], layer: int) -> None:
-        """Pack the weights of the layer with the number `layer`.
-
-        Raises:
-            ModelRejected: The norm is placed elsewhere than before the products.
-        """
-        check_pre_norms(spec)
+        """Pack the weights of the layer with the number `layer`."""
         vectors, matrices = weights.vectors, weights.matrices
-        self.entry_norm_E: Tensor | None = vectors["norm_E"]
-        self._norm_E = vectors["norm_E"]
+        self.entry_norm_E: Tensor | None = vectors.get("norm_E")
+        self._result_norm_E = vectors.get("result_norm_E")
         self._qkv = ops.pack(matrices["qkv"], vectors.get("qkv_bias"))
         self._o = ops.pack(matrices["o"], vectors.get("o_bias"))
         self._head_norms = HeadNorms(vectors["q_norm_D"], vectors["k_norm_D"]) if "q_norm_D" in vectors else None
-        self._layer = layer
+        self._wide_norms = HeadNorms(vectors["q_norm_X"], vectors["k_norm_X"]) if "q_norm_X" in vectors else None
+        self._device, self._layer = ops, layer
 
     def __call__(
         self, ops: BlockOps[Packed, Step, Kv], stream: Stream, next_norm_E: Tensor | None, step: Step, kv: Kv
     ) -> Stream:
         """Return the stream with the attention's result added."""
-        x_NX, total_NE = ops.attend(stream, self._norm_E, self._qkv, self._head_norms, step, kv, self._layer)
-        return ops.add(x_NX, self._o, total_NE, next_norm_E, self._layer, "o")
+        x_NX, total_NE = self._attend(ops, stream, step, kv)
+        norms = self._result_norm_E, next_norm_E
+        return add_result(ops, x_NX, self._o, total_NE, norms, self._layer, "o")
+
+    def _attend(self, ops: BlockOps[Packed, Step, Kv], stream: Stream, step: Step, kv: Kv) -> tuple[Tensor, Tensor]:
+        """Return (softmax(q k^T / sqrt(D)) v, the sum of the stream)."""
+        norm_E, layer = self.entry_norm_E, self._layer
+        if norm_E is not None and self._wide_norms is None:
+            return ops.attend(stream, norm_E, self._qkv, self._head_norms, step, kv, layer)
+        x_NE, total_NE = enter(ops, stream, norm_E)
+        qkv_NX = ops.linear(x_NE, self._qkv, layer, "qkv")
+        if self._wide_norms is not None:
+            qkv_NX = self._device.norm_across_heads(qkv_NX, self._wide_norms)
+        return ops.attend_with(qkv_NX, self._head_norms, step, kv, layer), total_NE

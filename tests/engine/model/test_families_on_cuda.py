@@ -1,0 +1,31 @@
+"""Families whose layers use other operations than Llama's give the right tokens on an emulated GPU, too."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from emulated_cuda import emulated
+from gpu.conftest import Zoo
+from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
+from gpu.judge import Judge, Output
+
+SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
+
+
+@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "olmo3", "exaone4"])
+def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
+    async def run() -> list[Output]:
+        async with open_engine(zoo.folder(family), "cuda", **SMALL) as engine:
+            outputs = await one_by_one(engine, [draw(length, length) for length in (1, 45, 150)], 8)
+            outputs += await together(engine, [draw(length, length) for length in (3, 17, 64, 127)], greedy(8))
+            await at_rest(engine)
+        return outputs
+
+    with emulated():
+        outputs = anyio.run(run)
+    Judge(zoo.folder(family), "cpu").check(outputs, family)
