@@ -245,6 +245,12 @@ class DecoderSpec:
         return tuple(found)
 
     @property
+    def has_pre_norms_alone(self) -> bool:
+        """Whether all norms are of the stream before a mixer or feed, or of single heads."""
+        across = any(isinstance(kind, Attention) and kind.qk_norm_across_heads for kind in self.mixer_kinds)
+        return not across and all(layer.norms.placement == "pre" for layer in self.layers)
+
+    @property
     def has_biases(self) -> bool:
         """Whether a product within the layers has a bias."""
         plans = (plan for layer in self.layers for plan in layer.parameters(self.hidden_size))

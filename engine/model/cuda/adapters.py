@@ -79,7 +79,7 @@ class CudaBank:
         max_rows: int,
         max_tokens: int,
         host: PiecePool,
-        biased: bool = False,
+        plain: bool = True,
     ) -> None:
         """Allocate room for adapters on the device of `ops`.
 
@@ -91,7 +91,7 @@ class CudaBank:
             max_rows: Most rows of a step.
             max_tokens: Most tokens of a step.
             host: Pinned memory, in pieces of `PIECE_BYTES`, that adapters are read into.
-            biased: Whether any product of a layer has a bias.
+            plain: Whether each product of a layer follows or precedes a norm of the stream, and none has a bias.
         """
         any_ops = next(iter(ops.values()))
         dtype, device = any_ops.shape.dtype, any_ops.device
@@ -103,7 +103,7 @@ class CudaBank:
         self._arena = torch.empty(granules * self._elements, dtype=dtype, device=device)
         self._table = torch.zeros(slots, len(MODULES) * shape.num_layers + 2, 4, dtype=torch.int32, device=device)
         self._sites = sites_of(shape)
-        self._has_inside = not biased and _has_updates_inside(shape, any_ops)
+        self._has_inside = plain and _has_updates_inside(shape, any_ops)
         self._own = torch.zeros_like(self._table[0])
         self._virtual: list[Tensor | None] = [None] * slots
         self._prefixes: list[Tensor | None] = [None] * slots

@@ -166,7 +166,7 @@ def _make_bank(
     return CudaBank(
         adapter_shape(spec), ops, slots=config.adapter_slots, granules=granules,
         max_rows=limits.rows, max_tokens=limits.batched_tokens, host=_host_memory(config),
-        biased=spec.has_biases,
+        plain=spec.has_pre_norms_alone and not spec.has_biases,
     )  # fmt: skip
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import anyio
 import pytest
 from emulated_cuda import emulated
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge, Output
+from gpu.wearing import make
 
 SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
 
@@ -29,3 +32,20 @@ def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
     with emulated():
         outputs = anyio.run(run)
     Judge(zoo.folder(family), "cpu").check(outputs, family)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["phi3", "olmo3"])
+def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> None:
+    made = make(zoo.folder(family), tmp_path, family, {"r": 8, "target_modules": "all-linear"})
+
+    async def run() -> list[Output]:
+        async with open_engine(zoo.folder(family), "cuda", **SMALL, adapter_slots=1) as engine:
+            await engine.adapters.load("one", made.folder)
+            prompts = [draw(length, length) for length in (1, 45, 100)]
+            found = [await engine.generate(list(prompt), greedy(8), adapter="one") for prompt in prompts]
+            return [Output(prompt, each.choices[0].token_ids) for prompt, each in zip(prompts, found, strict=True)]
+
+    with emulated():
+        outputs = anyio.run(run)
+    Judge(made.merged, "cpu").check(outputs, family)
