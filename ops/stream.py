@@ -6,12 +6,12 @@ then travels as `Stream.pending`. Shape letters as in paged.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["HeadNorms", "Pending", "Stream"]
+__all__ = ["Activation", "HeadNorms", "Pending", "Stream"]
 
 
 class Pending(Protocol):
@@ -44,6 +44,10 @@ class Stream(NamedTuple):
         assert self.pending is None, "the last layer's product has no norm to do a part of"
         total_NE = self.total_NE
         return Stream(self.x_NE[rows_S], None if total_NE is None else total_NE[rows_S])
+
+
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+"""Activation of a gated feed: x * sigmoid(x), or GELU with tanh for the error function (Hendrycks and Gimpel, 2016)."""
 
 
 class HeadNorms(NamedTuple):

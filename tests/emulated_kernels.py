@@ -98,8 +98,9 @@ def gated(both: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
-def silu_mul(at: SimpleNamespace) -> None:
-    at.out.copy_(gated(at.gate_up))
+def activate_mul(at: SimpleNamespace) -> None:
+    gate, up = at.gate_up.float().chunk(2, -1)
+    at.out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up if at.GELU else gated(at.gate_up))
 
 
 # -- adapters -------------------------------------------------------------------------------------------------------
@@ -441,7 +442,7 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_prepare_kernel": prepare,
     "_norm_rope_kernel": norm_rope,
     "_rms_norm_kernel": rms_norm,
-    "_silu_mul_kernel": silu_mul,
+    "_activate_mul_kernel": activate_mul,
     "_group_kernel": group,
     "_enter_kernel": enter,
     "_unpack_kernel": unpack,

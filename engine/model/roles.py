@@ -80,6 +80,9 @@ class Names:
     """Names that the scales of an 8-bit cache may have within a layer, with `{0}` for `k` or `v`."""
     interleaved: bool = False
     """Whether the rows of a rotated head hold the two elements of each pair side by side, not half a head apart."""
+    norm_offset: float = 0.0
+    """Number that the checkpoint leaves out of the weights of norms. Such weights are kept in float32, since 1 and a
+    small difference have no room in 16 bits."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Roles whose one tensor holds those of several others, one above the other: `qkv` for q, k and v."""
 

@@ -15,6 +15,7 @@ from typing import ClassVar, Final, Literal
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.roles import Fused, Names, bias, matrix, norm
 from headrace.engine.model.rope import Rope
+from headrace.ops.stream import Activation
 
 __all__ = [
     "LIMITS",
@@ -137,12 +138,12 @@ class Attention(MixerSpec):
 
 @dataclass(frozen=True, slots=True)
 class DenseFeed(FeedSpec):
-    """Gated feed-forward network down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+    """Gated feed-forward network down(act(gate(x)) * up(x)) (Shazeer, 2020)."""
 
     size: int
     """Width of the gate."""
     bias: bool = False
-    activation: Literal["silu"] = "silu"
+    activation: Activation = "silu"
 
     def parameters(self, hidden_size: int) -> dict[str, Fused]:
         """Return the products of gate and up as one, and that of down."""

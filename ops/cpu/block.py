@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
-    from headrace.ops.stream import HeadNorms
+    from headrace.ops.stream import Activation, HeadNorms
 
 __all__ = ["CpuKv", "CpuOps", "Weigh"]
 
@@ -168,6 +168,13 @@ class CpuOps:
         norm_N1 = torch.linalg.vector_norm(x_NE, 2, -1, True)
         inverse_N1 = torch.addcmul(self._eps, norm_N1, norm_N1, value=1.0 / x_NE.shape[-1]).rsqrt_()
         return (x_NE * inverse_N1).mul_(weight_E).to(self.dtype)
+
+    def activate(self, gate_up_N2F: Tensor, activation: Activation) -> Tensor:
+        """Return `activation(gate) * up`, where the input holds gate, then up."""
+        if activation == "silu":
+            return self.silu_mul(gate_up_N2F)
+        gate_NF, up_NF = gate_up_N2F.chunk(2, -1)
+        return functional.gelu(gate_NF, approximate="tanh").mul_(up_NF)
 
     def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
         """Return `silu(gate) * up`, where the input holds gate, then up."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.attention.shape import HeadShape
     from headrace.ops.cuda.products.fusion import Before
     from headrace.ops.formats import Stored
-    from headrace.ops.stream import HeadNorms
+    from headrace.ops.stream import Activation, HeadNorms
 
 __all__ = ["CudaOps"]
 
@@ -147,7 +147,7 @@ class CudaOps:
             if (scaled := runs.factors_gated.at(rows)) is not None:
                 return self._gated(scaled, x_NE, gate_up, pending), total_NE
             if (scaled := runs.factors_plain.at(rows)) is not None:
-                return self.silu_mul(self._plain(scaled, x_NE, gate_up, pending)), total_NE
+                return self.activate(self._plain(scaled, x_NE, gate_up, pending)), total_NE
         elif pending is None and (one := runs.norm_gated.at(rows)) is not None:
             add, total_NE = self._add_norm(stream, norm_E)
             return self._gated(one, x_NE, gate_up, add), total_NE
@@ -207,7 +207,7 @@ class CudaOps:
     def gated(self, x_NE: Tensor, packed: CudaProduct) -> Tensor:
         """Return silu(gate) * up of the product."""
         chosen = packed.runs.gated.at(len(x_NE))
-        return self.silu_mul(self.product(x_NE, packed)) if chosen is None else self._gated(chosen, x_NE, packed)
+        return self.activate(self.product(x_NE, packed)) if chosen is None else self._gated(chosen, x_NE, packed)
 
     def add_inside(
         self,
@@ -294,12 +294,12 @@ class CudaOps:
         packed.run(chosen, x_NE, out_NF, before, GATED)
         return out_NF
 
-    def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
-        """Return silu(gate) * up of gates and ups that a product has left in memory."""
+    def activate(self, gate_up_N2F: Tensor, activation: Activation = "silu") -> Tensor:
+        """Return activation(gate) * up of gates and ups that a product has left in memory."""
         rows, size = gate_up_N2F.shape
         out_NF = torch.empty(rows, size // 2, dtype=gate_up_N2F.dtype, device=gate_up_N2F.device)
         self.note(self._norm)
-        fused.silu_mul(gate_up_N2F, out_NF, pdl=self.pdl)
+        fused.activate_mul(gate_up_N2F, out_NF, activation, pdl=self.pdl)
         return out_NF
 
     def _add_norm(self, stream: Stream, norm_E: Tensor) -> tuple[AddNorm, Tensor]:

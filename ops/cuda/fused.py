@@ -20,7 +20,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DecodeInputs", "add_rms_norm", "finite", "norm_rope_write", "prepare_decode", "rms_norm", "silu_mul"]
+    from headrace.ops.stream import Activation
+
+__all__ = [
+    "DecodeInputs", "activate_mul", "add_rms_norm", "finite", "norm_rope_write", "prepare_decode", "rms_norm",
+]  # fmt: skip
 
 _COPY_BLOCK = 1024
 
@@ -355,7 +359,9 @@ def add_rms_norm(
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, in_stride, out_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _activate_mul_kernel(
+    gate_up, out, in_stride, out_stride, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -364,19 +370,23 @@ def _silu_mul_kernel(gate_up, out, in_stride, out_stride, size, BLOCK: tl.conste
     inside = at < size
     gate = tl.load(gate_up + row * in_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * in_stride + size + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+    inner = gate
+    if GELU:  # (1 + tanh(z)) / 2 is sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    tl.store(out + row * out_stride + at, (gate * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up_N2F: Tensor, out: Tensor, *, pdl: bool = False) -> None:
-    """Compute `out = silu(gate) * up`, where each token of `gate_up_N2F` holds F gates, then F ups."""
+def activate_mul(gate_up_N2F: Tensor, out: Tensor, activation: Activation = "silu", *, pdl: bool = False) -> None:
+    """Compute `out = activation(gate) * up`, where each token of `gate_up_N2F` holds F gates, then F ups."""
     size = out.shape[1]
     block = 1024
-    _silu_mul_kernel[(out.shape[0], triton.cdiv(size, block))](
+    _activate_mul_kernel[(out.shape[0], triton.cdiv(size, block))](
         gate_up_N2F,
         out,
         gate_up_N2F.stride(0),
         out.stride(0),
         size,
+        GELU=activation == "gelu_tanh",
         BLOCK=block,
         PDL=pdl,
         num_warps=4,

@@ -120,6 +120,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 256,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 300,
+            "tie_word_embeddings": True,
+        },
+    ),
     "exaone4": (
         "Exaone4",
         {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -137,12 +147,14 @@ def kv_bytes(folder: Path, pages: int) -> int:
 def build(architecture: str, changes: dict[str, Any]) -> Any:
     """A model of transformers whose every parameter matters."""
     torch.manual_seed(11)
-    config = getattr(transformers, architecture + "Config")(**(SIZES | changes))
+    kind = architecture + ("TextConfig" if architecture == "Gemma3" else "Config")
+    config = getattr(transformers, kind)(**(SIZES | changes))
     model = getattr(transformers, architecture + "ForCausalLM")(config).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
             scale = 5.0 if name == "model.norm.weight" and config.tie_word_embeddings else 1.0
-            torch.nn.init.normal_(parameter, scale, 0.2 * scale)
+            left_out = 1.0 if architecture == "Gemma3" else 0.0
+            torch.nn.init.normal_(parameter, scale - left_out, 0.2 * scale)
         elif "bias" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.05 if "v_proj" in name else 0.2)
         else:

@@ -13,11 +13,11 @@ if not torch.cuda.is_available():
 
 from headrace.ops.cuda.fused import (
     DecodeInputs,
+    activate_mul,
     add_rms_norm,
     norm_rope_write,
     prepare_decode,
     rms_norm,
-    silu_mul,
 )
 
 GPU = torch.device("cuda")
@@ -50,7 +50,7 @@ def test_norms(rows: int, size: int, pdl: bool) -> None:
 def test_silu_mul(rows: int, size: int) -> None:
     gate_up = torch.randn(rows, 2 * size, dtype=torch.bfloat16, device=GPU)
     out = poison(rows, size)
-    silu_mul(gate_up, out)
+    activate_mul(gate_up, out)
     assert error(out, reference.silu_mul(gate_up)) < 4e-3
 
 

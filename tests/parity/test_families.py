@@ -88,6 +88,10 @@ def exaone4(**changes: Any) -> Any:
     return transformers.Exaone4ForCausalLM(transformers.Exaone4Config(**(SIZES | changes)))
 
 
+def gemma3(**changes: Any) -> Any:
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**(SIZES | {"head_dim": 24} | changes)))
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LONG_ROPE = {
     "rope_type": "longrope",
@@ -138,6 +142,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "exaone4, no window": lambda: exaone4(sliding_window=None, layer_types=["full_attention"] * 3),
     "exaone4, window in the middle layer": lambda: exaone4(sliding_window=WINDOW, layer_types=EVERY_OTHER),
+    "gemma3, window in the middle layer": lambda: gemma3(
+        sliding_window=WINDOW,
+        layer_types=EVERY_OTHER,
+        query_pre_attn_scalar=40,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    ),
+    "gemma3 with every bias, no window": lambda: gemma3(
+        sliding_window=200, attention_bias=True, tie_word_embeddings=False
+    ),
     "qwen3": lambda: qwen3(tie_word_embeddings=False),
     "qwen3, tied, biased, later layers windowed": lambda: qwen3(tie_word_embeddings=True, attention_bias=True, **LATE),
 }
@@ -202,6 +218,12 @@ def test_what_sets_a_family_apart_changes_its_logits() -> None:
         ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "attention_factor": 1.0}}),
         *(("granite", {factor: 1.0}) for factor in FACTORS),
         ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+        ("gemma3, window in the middle layer", {"query_pre_attn_scalar": 24}),
+        ("gemma3, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
+        (
+            "gemma3, window in the middle layer",
+            {"rope_parameters": {each: {"rope_type": "default"} for each in ("full_attention", "sliding_attention")}},
+        ),
         ("olmo3, window in the middle layer", {"rope_parameters": {"full_attention": {**YARN, "factor": 1.0}}}),
         ("olmo3, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
         ("exaone4, window in the middle layer", {"layer_types": ["full_attention"] * 3}),

@@ -80,7 +80,7 @@ def elementwise(bench: Bench) -> None:
             moved = 3 * act.numel() * 2
             bench.add(
                 f"silu_mul {rows}x{ffn}",
-                bench.time(lambda: [fused.silu_mul(gate_up, act, pdl=True) for _ in range(50)], 50),
+                bench.time(lambda: [fused.activate_mul(gate_up, act, pdl=True) for _ in range(50)], 50),
                 moved,
             )
             bench.add(

@@ -119,7 +119,7 @@ class _Chain:
             linear_silu_mul(self.h, layer.gate_up, self.act, pdl=True)
         else:
             self._product(self.h, layer.gate_up, self.gate_up, choice)
-            fused.silu_mul(self.gate_up, self.act, pdl=True)
+            fused.activate_mul(self.gate_up, self.act, pdl=True)
         self._product(self.act, layer.down, self.x, choice)
 
     def run(self, choice: str) -> None:

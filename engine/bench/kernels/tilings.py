@@ -106,7 +106,7 @@ def gated_sweep(bench: Bench) -> None:
             def two() -> None:
                 for w in weights:
                     linear(x, w, both, scratch, pdl=True)
-                    fused.silu_mul(both, out, pdl=True)
+                    fused.activate_mul(both, out, pdl=True)
 
             bench.add(f"gate-up, silu apart {name} M={rows}", bench.time(two, len(weights)), 4 * ffn * in_size)
             results = []

@@ -116,13 +116,14 @@ class FileMaker:
             self.total_bytes += inventory.of(top_plan(spec)["embedding_VE"].parts[0]).nbytes(inventory.files)
 
     def dense(self, fused: Fused) -> Tensor:
-        """Return a parameter as a tensor of its shape, in `dtype`."""
-        out = self.empty(fused.shape, self.dtype)
+        """Return a parameter as a tensor of its shape, in `dtype`; norms that lack an offset are in float32."""
+        offset = self.names.norm_offset if fused.is_norm else 0.0
+        out = self.empty(fused.shape, torch.float32 if offset else self.dtype)
         first = 0
         for part in fused.parts:
             self._fill(Stored.from_dense(out[first : first + part.rows]), part)
             first += part.rows
-        return out
+        return out.add_(offset) if offset else out
 
     def weight(self, fused: Fused) -> Stored:
         """Return a matrix, each of its tensors in the checkpoint's own format where that is kept, else in `dtype`.
@@ -212,14 +213,15 @@ class FileMaker:
         name, order = self.inventory.names.of(part), self._row_order(part)
         found = self.inventory.of(part)
         is_kept = not isinstance(target.format, Dense)
+        dtype = target.format.dtype if isinstance(target.format, Dense) else self.dtype
         for first, piece in found.pieces(self.block_elements, self.staging):
             parts = piece.parts
             if is_kept:
                 parts = {name: each.to(self.device) for name, each in parts.items()}
             elif isinstance(piece.format, Dense):
-                parts = {name: self.staging.send(each, self.dtype) for name, each in parts.items()}
+                parts = {name: self.staging.send(each, dtype) for name, each in parts.items()}
             else:
-                parts = {"values": piece.to(self.device).dense(self.dtype)}
+                parts = {"values": piece.to(self.device).dense(dtype)}
             if not is_kept:
                 self._note_extremes(name, parts["values"])
             _place(target, parts, first, order)

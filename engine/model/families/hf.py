@@ -189,13 +189,16 @@ class HfConfig(Fields):
         given = self.data.get("rope_parameters")
         return isinstance(given, Mapping) and isinstance(given.get(layer_type), Mapping)
 
-    def decoder(self, layers: Iterable[LayerSpec], ropes: Sequence[Rope], names: Names = HF_NAMES) -> DecoderSpec:
+    def decoder(
+        self, layers: Iterable[LayerSpec], ropes: Sequence[Rope], names: Names = HF_NAMES, *, is_tied: bool = False
+    ) -> DecoderSpec:
         """Return the spec of a model with these layers, an embedding, a final norm like theirs and a head.
 
         Args:
             layers: The layers.
             ropes: The rotary embeddings that the layers refer to.
             names: Names of the tensors.
+            is_tied: Whether the head is the embedding where the config does not say.
         """
         layers = tuple(layers)
         return DecoderSpec(
@@ -206,7 +209,7 @@ class HfConfig(Fields):
             vocab_size=self.size("vocab_size", LIMITS["vocab_size"]),
             max_context=max(self._stretched(rope) for rope in ropes),
             norm_eps=layers[0].norms.epsilon,
-            tied_head=self.flag("tie_word_embeddings", False) or not self.has_head,
+            tied_head=self.flag("tie_word_embeddings", is_tied) or not self.has_head,
             names=names,
             has_head=self.has_head,
             checkpoint_dtype=self._dtype(),

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from headrace.ops.formats import Stored
-from headrace.ops.stream import HeadNorms, Stream
+from headrace.ops.stream import Activation, HeadNorms, Stream
 
 __all__ = ["BlockOps", "DeviceOps", "Kv", "Packed", "Step", "Table"]
 
@@ -98,8 +98,8 @@ class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
     They also pack the weights for all others.
     """
 
-    def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
-        """Return silu(gate) * up, [N, F], where each token has F gates, then F ups."""
+    def activate(self, gate_up_N2F: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gate) * up, [N, F], where each token has F gates, then F ups."""
         ...
 
     def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:

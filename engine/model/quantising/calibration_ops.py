@@ -17,7 +17,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
 from headrace.ops.formats import Stored
-from headrace.ops.stream import HeadNorms, Stream
+from headrace.ops.stream import Activation, HeadNorms, Stream
 
 __all__ = ["CalibrationOps", "DenseProduct"]
 
@@ -95,10 +95,11 @@ class CalibrationOps:
         total_NE, _ = self.summed(stream)
         return self._rms(total_NE, norm_E), total_NE
 
-    def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
-        """Return silu(gate) * up."""
+    def activate(self, gate_up_N2F: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gate) * up."""
         gate_NF, up_NF = gate_up_N2F.chunk(2, dim=1)
-        return functional.silu(gate_NF) * up_NF
+        active_NF = functional.silu(gate_NF) if activation == "silu" else functional.gelu(gate_NF, approximate="tanh")
+        return active_NF.mul_(up_NF)
 
     def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
         """Return queries, keys and values with an RMS norm of all queries, and one of all keys."""
@@ -141,7 +142,7 @@ class CalibrationOps:
     def feed(self, stream: Stream, norm_E: Tensor, gate_up: DenseProduct, layer: int) -> tuple[Tensor, Tensor]:
         """Return (silu(gate) * up, the sum of the stream)."""
         x_NE, total_NE = self.normed(stream, norm_E)
-        return self.silu_mul(self.linear(x_NE, gate_up, layer, "gate_up")), total_NE
+        return self.activate(self.linear(x_NE, gate_up, layer, "gate_up"), "silu"), total_NE
 
     def add(
         self, x_NI: Tensor, packed: DenseProduct, total_NE: Tensor, norm_E: Tensor | None, layer: int, site: str

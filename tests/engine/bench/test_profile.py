@@ -86,7 +86,7 @@ async def test_what_was_replaced_is_put_back(tmp_path: Path) -> None:
         ("_linear_kernel", "product"),
         ("_vector_kernel", "product"),
         ("_norm_rope_kernel", "norm, rope, silu, embedding"),
-        ("_silu_mul_kernel", "norm, rope, silu, embedding"),
+        ("_activate_mul_kernel", "norm, rope, silu, embedding"),
         ("void at::native::vectorized_gather_kernel<16, long>", "norm, rope, silu, embedding"),
         ("_choose_kernel", "sampling"),
         ("_gather_kernel", "sampling"),

@@ -20,7 +20,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
 
 
-@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "olmo3", "exaone4"])
+@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma3"])
 def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
     async def run() -> list[Output]:
         async with open_engine(zoo.folder(family), "cuda", **SMALL) as engine:

@@ -1,6 +1,6 @@
 """`GatedFeed`: the gated feed-forward network of Llama and most decoders after it.
 
-    y = x + norm_r(down(silu(gate(n)) * up(n))),   n = norm(x)
+    y = x + norm_r(down(act(gate(n)) * up(n))),   n = norm(x)
 
 A model may lack each of these norms.
 Shazeer (2020), "GLU variants improve transformer".
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
-from headrace.engine.model.network.placement import add_result
-from headrace.engine.model.spec import LayerSpec
+from headrace.engine.model.network.placement import add_result, enter
+from headrace.engine.model.spec import DenseFeed, LayerSpec
 from headrace.ops.stream import Stream
 
 __all__ = ["GatedFeed"]
@@ -31,14 +31,17 @@ class GatedFeed(Generic[Packed, Step, Kv]):
         self._result_norm_E = vectors.get("result_norm_E")
         self._gate_up = ops.pack(matrices["gate_up"], vectors.get("gate_up_bias"))
         self._down = ops.pack(matrices["down"], vectors.get("down_bias"))
+        assert isinstance(spec.feed, DenseFeed)
+        self._activation = spec.feed.activation
         self._device, self._layer = ops, layer
 
     def __call__(self, ops: BlockOps[Packed, Step, Kv], stream: Stream, next_norm_E: Tensor | None) -> Stream:
         """Return the stream with the feed's result added."""
-        if self.entry_norm_E is not None:
+        if self.entry_norm_E is not None and self._activation == "silu":
             x_NF, total_NE = ops.feed(stream, self.entry_norm_E, self._gate_up, self._layer)
         else:
-            x_NE, total_NE = ops.summed(stream)
-            x_NF = self._device.silu_mul(ops.linear(x_NE, self._gate_up, self._layer, "gate_up"))
+            x_NE, total_NE = enter(ops, stream, self.entry_norm_E)
+            gate_up_N2F = ops.linear(x_NE, self._gate_up, self._layer, "gate_up")
+            x_NF = self._device.activate(gate_up_N2F, self._activation)
         norms = self._result_norm_E, next_norm_E
         return add_result(ops, x_NF, self._down, total_NE, norms, self._layer, "down")
