@@ -20,7 +20,8 @@ from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.asked import Asked, Sampling
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Request
-from headrace.ops.cpu.block import CpuKv, CpuOps
+from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.lora import CpuAdapterOps
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel
 

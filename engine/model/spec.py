@@ -28,6 +28,7 @@ __all__ = [
     "Norms",
     "Paged",
     "PerRow",
+    "SoftcappedAttention",
 ]
 
 LIMITS: Final = {
@@ -137,6 +138,14 @@ class Attention(MixerSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class SoftcappedAttention(Attention):
+    """Attention whose scores stay between -cap and cap: cap * tanh(score / cap) (Bello et al., 2016)."""
+
+    scores: ClassVar[str] = "softcap"
+    cap: float = 50.0
+
+
+@dataclass(frozen=True, slots=True)
 class DenseFeed(FeedSpec):
     """Gated feed-forward network down(act(gate(x)) * up(x)) (Shazeer, 2020)."""
 
@@ -217,6 +226,8 @@ class DecoderSpec:
     """Factor of the embeddings on their way into the first layer."""
     logits_scale: float = 1.0
     """Factor of the last hidden states on their way into the head."""
+    logits_cap: float | None = None
+    """Bound c within which logits x stay, as c * tanh(x / c); None for no bound."""
     checkpoint_dtype: str | None = None
     """Dtype `float32`, `bfloat16` or `float16` if the config names it; None for GGUF, whose tensors differ."""
 

@@ -10,14 +10,14 @@ With one token in a step, a call costs as much as its arithmetic, so `CpuOps.pre
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
 import torch
 from torch.nn import functional
 
+from headrace.ops.cpu.activation import activate
 from headrace.ops.cpu.head import CpuHead
+from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel, pack_product
 from headrace.ops.cpu.step import CpuStep, DecodePiece, PrefillPiece, TorchStep
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
     from headrace.ops.stream import Activation, HeadNorms
 
-__all__ = ["CpuKv", "CpuOps", "Weigh"]
+__all__ = ["CpuOps", "Weigh"]
 
 Weigh: TypeAlias = "Callable[[Tensor, Tensor, float], Tensor]"
 """Turns products of queries and keys, a mask of 0 or -inf to add, and the scale into weights of values: a variant of
@@ -52,18 +52,6 @@ _FEW_QUERIES = 16
 _FEW_KEYS = 64
 _STEPS = 2
 _NEVER = float("-inf")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CpuKv:
-    """Keys and values of all layers in pages, with the flat views that a layer reads and writes through."""
-
-    pages_LPsKTD: Tensor
-    """[layers, pages, 2 (key, value), K, T, D], zero at first so that unwritten places are finite."""
-    rows: tuple[Tensor, ...]
-    """Views of each layer as [pages * 2 * K, T * D]: one row is one head's keys, or values, of one page."""
-    slots: tuple[Tensor, ...]
-    """Views of each layer as [pages * 2 * K * T, D]: one row is one head's key, or value, of one token."""
 
 
 class CpuOps:
@@ -124,25 +112,9 @@ class CpuOps:
         return num_layers * self._plane_bytes()
 
     def allocate_kv(self, num_layers: int, pages: int) -> CpuKv:
-        """Return zeroed pages for keys and values; the system gives each its memory when it is first written."""
+        """Return zeroed pages for keys and values."""
         shape = (num_layers, pages, 2, self.kv_heads, self.page_size, self.head_dim)
-        zeros = np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)  # torch.zeros would touch every byte
-        kv = torch.from_numpy(zeros).view(self.dtype).view(shape)
-        rows = tuple(layer.view(-1, self.page_size * self.head_dim) for layer in kv)
-        return CpuKv(kv, rows, tuple(layer.view(-1, self.head_dim) for layer in kv))
-
-    def resized(self, kv: CpuKv, pages: int) -> CpuKv:
-        """Return the same keys and values in another number of pages; pages beyond it are dropped."""
-        made = self.allocate_kv(kv.pages_LPsKTD.shape[0], pages)
-        kept = min(pages, kv.pages_LPsKTD.shape[1])
-        made.pages_LPsKTD[:, :kept].copy_(kv.pages_LPsKTD[:, :kept])
-        return made
-
-    def copy_pages(self, kv: CpuKv, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages (source, destination) in all layers; all sources are read before any page is written."""
-        if pairs:
-            source, target = torch.tensor(pairs).unbind(1)
-            kv.pages_LPsKTD.index_copy_(1, target, kv.pages_LPsKTD.index_select(1, source))
+        return CpuKv.allocate(shape, self.dtype)
 
     # --- a step
 
@@ -171,15 +143,7 @@ class CpuOps:
 
     def activate(self, gate_up_N2F: Tensor, activation: Activation) -> Tensor:
         """Return `activation(gate) * up`, where the input holds gate, then up."""
-        if activation == "silu":
-            return self.silu_mul(gate_up_N2F)
-        gate_NF, up_NF = gate_up_N2F.chunk(2, -1)
-        return functional.gelu(gate_NF, approximate="tanh").mul_(up_NF)
-
-    def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
-        """Return `silu(gate) * up`, where the input holds gate, then up."""
-        gate_NF, up_NF = gate_up_N2F.chunk(2, -1)
-        return functional.silu(gate_NF).mul_(up_NF)
+        return activate(gate_up_N2F, activation)
 
     def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
         """Return queries, keys and values with an RMS norm of all queries, and one of all keys."""
@@ -265,7 +229,7 @@ class CpuOps:
     def feed(self, stream: Stream, norm_E: Tensor, gate_up: CpuLinear, _layer: int) -> tuple[Tensor, Tensor]:
         """Return (silu(gate) * up of the norm's product, the sum of the stream)."""
         normed_NE, total_NE = self.normed(stream, norm_E)
-        return self.silu_mul(gate_up(normed_NE)), total_NE
+        return self.activate(gate_up(normed_NE), "silu"), total_NE
 
     def add(
         self, x_NI: Tensor, packed: CpuLinear, total_NE: Tensor, _norm_E: Tensor | None, _layer: int, _site: str

@@ -15,7 +15,8 @@ from headrace.ops.stream import Stream
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cpu.block import CpuKv, CpuOps
+    from headrace.ops.cpu.block import CpuOps
+    from headrace.ops.cpu.kv import CpuKv
     from headrace.ops.cpu.linear import CpuLinear
     from headrace.ops.cpu.step import CpuStep
     from headrace.ops.stream import HeadNorms
@@ -120,7 +121,7 @@ class CpuAdapterOps:
     def feed(self, stream: Stream, norm_E: Tensor, gate_up: CpuLinear, layer: int) -> tuple[Tensor, Tensor]:
         """Do what `CpuOps.feed` does, with the updates added before silu."""
         normed_NE, total_NE = self._ops.normed(stream, norm_E)
-        return self._ops.silu_mul(self.linear(normed_NE, gate_up, layer, "gate_up")), total_NE
+        return self._ops.activate(self.linear(normed_NE, gate_up, layer, "gate_up"), "silu"), total_NE
 
     def add(
         self, x_NI: Tensor, packed: CpuLinear, total_NE: Tensor, _norm_E: Tensor | None, layer: int, site: str

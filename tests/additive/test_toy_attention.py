@@ -31,7 +31,7 @@ CAP = 1.5
 class Softcapped(Attention):
     """Attention whose scores lie between -cap and cap."""
 
-    scores: ClassVar[str] = "softcap"
+    scores: ClassVar[str] = "toy softcap"
     cap: float
 
 
@@ -45,7 +45,7 @@ def softcapped(attention: Attention) -> Weigh:
     return weigh
 
 
-VARIANTS = {"softcap": softcapped}
+VARIANTS = {"toy softcap": softcapped}
 
 
 def capped_mixer(reference: Reference, x_NE: Tensor, layer: int) -> Tensor:
@@ -66,9 +66,9 @@ def test_softcapped_scores(tmp_path: Path) -> None:
 
 
 def test_a_variant_that_nothing_computes_is_refused_by_name() -> None:
-    with pytest.raises(ModelRejected, match="the scores of a layer's attention is 'softcap'") as caught:
+    with pytest.raises(ModelRejected, match="the scores of a layer's attention is 'toy softcap'") as caught:
         cpu_ops(spec_of(None), page_size=4, max_positions=8, dtype=torch.float32)
-    assert caught.value.limit == "softmax"
+    assert caught.value.limit == "softmax, softcap"
 
 
 def from_config(config: HfConfig) -> DecoderSpec:

@@ -127,7 +127,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": WINDOW,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "query_pre_attn_scalar": 300,
-            "tie_word_embeddings": True,
         },
     ),
     "exaone4": (

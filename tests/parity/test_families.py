@@ -92,6 +92,11 @@ def gemma3(**changes: Any) -> Any:
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**(SIZES | {"head_dim": 24} | changes)))
 
 
+def gemma2(**changes: Any) -> Any:
+    config = transformers.Gemma2Config(**(SIZES | {"head_dim": 24} | changes), attn_implementation="eager")
+    return transformers.Gemma2ForCausalLM(config)
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LONG_ROPE = {
     "rope_type": "longrope",
@@ -142,6 +147,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "exaone4, no window": lambda: exaone4(sliding_window=None, layer_types=["full_attention"] * 3),
     "exaone4, window in the middle layer": lambda: exaone4(sliding_window=WINDOW, layer_types=EVERY_OTHER),
+    "gemma2, window in the middle layer": lambda: gemma2(
+        sliding_window=WINDOW,
+        layer_types=EVERY_OTHER,
+        query_pre_attn_scalar=10,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma2 without bounds, no window": lambda: gemma2(
+        sliding_window=200, attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=False
+    ),
     "gemma3, window in the middle layer": lambda: gemma3(
         sliding_window=WINDOW,
         layer_types=EVERY_OTHER,
@@ -218,6 +233,8 @@ def test_what_sets_a_family_apart_changes_its_logits() -> None:
         ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "attention_factor": 1.0}}),
         *(("granite", {factor: 1.0}) for factor in FACTORS),
         ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+        ("gemma2, window in the middle layer", {"attn_logit_softcapping": None}),
+        ("gemma2, window in the middle layer", {"final_logit_softcapping": None}),
         ("gemma3, window in the middle layer", {"query_pre_attn_scalar": 24}),
         ("gemma3, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
         (

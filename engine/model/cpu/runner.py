@@ -24,11 +24,12 @@ from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.shared.results import step_result
-from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
+from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, SoftcappedAttention
 from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan
 from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
-from headrace.ops.cpu.block import CpuKv, CpuOps, Weigh
+from headrace.ops.cpu.block import CpuOps, Weigh
+from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.lora import AdapterUsers, CpuAdapterOps
 from headrace.ops.cpu.native.block import NativeOps
@@ -46,7 +47,21 @@ _ALIKE_ROWS = 40
 
 Variants: TypeAlias = Mapping[str, Callable[[Attention], Weigh]]
 """For each `Attention.scores` beside softmax, a function that returns how the scores of an attention become weights."""
-_VARIANTS: Variants = MappingProxyType({})
+
+
+def _softcapped(attention: Attention) -> Weigh:
+    """Return the function by which bounded scores become weights."""
+    assert isinstance(attention, SoftcappedAttention)
+    cap = attention.cap
+
+    def weigh(scores: Tensor, bias: Tensor, scale: float) -> Tensor:
+        capped = (scores.float() * (scale / cap)).tanh_().mul_(cap)
+        return torch.softmax(capped.add_(bias), -1).to(scores.dtype)
+
+    return weigh
+
+
+_VARIANTS: Variants = MappingProxyType({SoftcappedAttention.scores: _softcapped})
 
 
 class _Sizes(TypedDict):
@@ -157,12 +172,12 @@ class CpuRunner:
 
     def resize(self, num_pages: int) -> None:
         """Make room for `num_pages` pages; until that is done, the present ones hold their memory, too."""
-        self._kv = self._any.resized(self._kv, num_pages)
+        self._kv = self._kv.resized(num_pages)
         return_freed_memory()
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Release the memory of the pages, and that of the weights unless `keep_weights`."""
-        self._kv = self._any.resized(self._kv, 1)
+        self._kv = self._kv.resized(1)
         if not keep_weights:
             self._decoder = None
         return_freed_memory()
@@ -201,7 +216,7 @@ class CpuRunner:
         if plan.spills and self._host is not None:
             self._host.spill(self._kv.pages_LPsKTD, plan.spills)
         self._rows.update(plan)
-        self._any.copy_pages(self._kv, plan.copies)
+        self._kv.copy_pages(plan.copies)
         if plan.fetches and self._host is not None:
             self._host.fetch(self._kv.pages_LPsKTD, plan.fetches)
         tokens = [0] * len(plan.works)

@@ -1,22 +1,23 @@
-"""Gemma 3, its text models: norms on both sides of mixer and feed, windows in five of six layers, and GELU in the feed.
+"""Gemma 2, and the text models of Gemma 3: norms on both sides of mixer and feed, windows in some layers, and GELU.
 
-Gemma Team (2025), "Gemma 3 technical report". Checkpoints hold the weights of norms less 1. Layers with a window have a
-rope of their own, and scores have a factor that the size of a head does not decide.
+Gemma Team (2024), "Gemma 2: Improving open language models at a practical size"; Gemma Team (2025), "Gemma 3 technical
+report". Checkpoints hold the weights of norms less 1, and scores have a factor that the size of a head does not decide.
+Gemma 2 bounds scores and logits. Gemma 3 norms heads instead, and its layers with a window have a rope of their own.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.rope import Rope
-from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec
+from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, SoftcappedAttention
 
-__all__ = ["GEMMA3"]
+__all__ = ["GEMMA2", "GEMMA3"]
 
 _NAMES = replace(
     HF_NAMES,
@@ -32,7 +33,21 @@ _THETA, _LOCAL_THETA = 1e6, 1e4
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def _from_config(config: HfConfig) -> DecoderSpec:
+def _from_config_2(config: HfConfig) -> DecoderSpec:
+    feed, norms = _feed(config), config.norms(placement="both")
+    usual = [(layer + 1) % 2 != 0 for layer in range(config.num_layers)]
+    windows = config.windows(config.window(default=4096), usual, types_decide=True)
+    attention = _attention(config)
+    if (cap := _cap(config, "attn_logit_softcapping", 50.0)) is not None:
+        plain = {field.name: getattr(attention, field.name) for field in fields(attention)}
+        attention = SoftcappedAttention(**plain, cap=cap)
+    layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
+    spec = config.decoder(layers, [config.rope(attention)], _NAMES, is_tied=True)
+    logits_cap = _cap(config, "final_logit_softcapping", 30.0)
+    return replace(spec, embedding_scale=_embedding_scale(config), logits_cap=logits_cap)
+
+
+def _from_config_3(config: HfConfig) -> DecoderSpec:
     feed, norms = _feed(config), config.norms(placement="both")
     period = config.size("sliding_window_pattern", LIMITS["num_layers"], 6)
     usual = [(layer + 1) % period != 0 for layer in range(config.num_layers)]
@@ -54,6 +69,11 @@ def _attention(config: HfConfig) -> Attention:
     return replace(config.attention(head_dim=256), qkv_bias=biased, o_bias=biased, scale=scale)
 
 
+def _cap(config: HfConfig, field: str, default: float) -> float | None:
+    """Return a bound, which is `default` where the field is absent, and None where it is null."""
+    return None if config.data.get(field, default) is None else config.real(field, 1e-3, 1e6, default)
+
+
 def _feed(config: HfConfig) -> DenseFeed:
     if config.data.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         config.refuse("hidden_activation", "gelu_pytorch_tanh")
@@ -69,4 +89,10 @@ def _embedding_scale(config: HfConfig) -> float:
     return float(((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
 
 
-GEMMA3 = Family("Gemma3ForCausalLM", "gemma3_text", _from_config, heeds=frozenset(("query_pre_attn_scalar",)))
+GEMMA2 = Family(
+    "Gemma2ForCausalLM",
+    "gemma2",
+    _from_config_2,
+    heeds=frozenset(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")),
+)
+GEMMA3 = Family("Gemma3ForCausalLM", "gemma3_text", _from_config_3, heeds=frozenset(("query_pre_attn_scalar",)))

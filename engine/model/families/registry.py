@@ -13,7 +13,7 @@ from typing import Final
 from headrace.adapters.untrusted import Fields, read_object, refuse
 from headrace.engine.model.families.exaone4 import EXAONE4
 from headrace.engine.model.families.family import Family
-from headrace.engine.model.families.gemma import GEMMA3
+from headrace.engine.model.families.gemma import GEMMA2, GEMMA3
 from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.granite import GRANITE
 from headrace.engine.model.families.hf import HfConfig
@@ -31,20 +31,8 @@ from headrace.engine.model.spec import DecoderSpec
 __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "read_hf_config"]
 
 FAMILIES: Final = (
-    LLAMA,
-    MISTRAL,
-    MINISTRAL,
-    QWEN2,
-    QWEN3,
-    PHI3,
-    GRANITE,
-    SMOLLM3,
-    SEED_OSS,
-    OLMO2,
-    OLMO3,
-    EXAONE4,
-    GEMMA3,
-)
+    LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4, SEED_OSS,
+)  # fmt: skip
 
 QUANTISATION_FILE: Final = "hf_quant_config.json"
 """The file that ModelOpt writes."""

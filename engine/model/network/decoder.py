@@ -116,7 +116,9 @@ class Decoder(Generic[Packed, Step, Kv]):
     ) -> Tensor:
         """Apply the output head: return float32 [S, V] for the S positions whose next token is wanted."""
         by_mixer = self._ops if adapted is None else adapted
-        return by_mixer[self._kinds[0]].logits(_times(self.spec.logits_scale, hidden_SE), self._head)
+        logits_SV = by_mixer[self._kinds[0]].logits(_times(self.spec.logits_scale, hidden_SE), self._head)
+        cap = self.spec.logits_cap
+        return logits_SV if cap is None else logits_SV.div_(cap).tanh_().mul_(cap)
 
 
 class _StoredRows:

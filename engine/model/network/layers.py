@@ -16,7 +16,7 @@ from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.network.feeds.dense import GatedFeed
 from headrace.engine.model.network.mixers.attention import SoftmaxAttention
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
-from headrace.engine.model.spec import Attention, DenseFeed, FeedSpec, LayerSpec, MixerSpec
+from headrace.engine.model.spec import Attention, DenseFeed, FeedSpec, LayerSpec, MixerSpec, SoftcappedAttention
 from headrace.ops.stream import Stream
 
 __all__ = ["FEEDS", "MIXERS", "Feed", "FeedMaker", "Feeds", "Mixer", "MixerMaker", "Mixers"]
@@ -93,5 +93,5 @@ Mixers: TypeAlias = Mapping[type[MixerSpec], MixerMaker]
 Feeds: TypeAlias = Mapping[type[FeedSpec], FeedMaker]
 """What computes each kind of feed, by the type of its spec."""
 
-MIXERS: Mixers = MappingProxyType({Attention: SoftmaxAttention})
+MIXERS: Mixers = MappingProxyType({Attention: SoftmaxAttention, SoftcappedAttention: SoftmaxAttention})
 FEEDS: Feeds = MappingProxyType({DenseFeed: GatedFeed})

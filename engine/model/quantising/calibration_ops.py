@@ -16,6 +16,7 @@ from torch.nn import functional
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
+from headrace.ops.cpu.activation import activate
 from headrace.ops.formats import Stored
 from headrace.ops.stream import Activation, HeadNorms, Stream
 
@@ -97,9 +98,7 @@ class CalibrationOps:
 
     def activate(self, gate_up_N2F: Tensor, activation: Activation) -> Tensor:
         """Return activation(gate) * up."""
-        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=1)
-        active_NF = functional.silu(gate_NF) if activation == "silu" else functional.gelu(gate_NF, approximate="tanh")
-        return active_NF.mul_(up_NF)
+        return activate(gate_up_N2F, activation)
 
     def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
         """Return queries, keys and values with an RMS norm of all queries, and one of all keys."""

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.ops.cpu.block import CpuKv, CpuOps
+from headrace.ops.cpu.activation import activate
+from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.library import Context, HeadsStruct, StepStruct
 from headrace.ops.cpu.native.linear import NativeKernel, NativeLinear, NativePlainKernel, as_floats
 from headrace.ops.cpu.step import CpuStep, NativeStep
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from headrace.ops.cpu.kv import CpuKv
     from headrace.ops.cpu.linear import CpuLinear
     from headrace.ops.formats import Stored
     from headrace.ops.paged import PagedBatch
-    from headrace.ops.stream import HeadNorms
+    from headrace.ops.stream import Activation, HeadNorms
 
 __all__ = ["NativeOps"]
 
@@ -112,9 +114,11 @@ class NativeOps(CpuOps):
         """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, float32."""
         return self.normed(Stream(x_NE), weight_E)[0]
 
-    def silu_mul(self, gate_up_N2F: Tensor) -> Tensor:
-        """Return `silu(gate) * up`, float32, where the input holds gate, then up."""
+    def activate(self, gate_up_N2F: Tensor, activation: Activation) -> Tensor:
+        """Return `activation(gate) * up`, float32, where the input holds gate, then up."""
         gate_up_N2F = as_floats(gate_up_N2F)
+        if activation != "silu":
+            return activate(gate_up_N2F, activation)
         rows, width = gate_up_N2F.shape
         y_NF = torch.empty(rows, width // 2)
         context = self._context

@@ -1,4 +1,4 @@
-"""The table of formats in docs/models.md says what the code reads."""
+"""The tables of families and formats in docs/models.md say what the code reads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from quantised_checkpoints import CASES
 
 from headrace.engine.model.checkpoint.quantised import auto_round, compressed_tensors, modelopt
 from headrace.engine.model.checkpoint.quantised.reader import METHODS
+from headrace.engine.model.families.mistral import MISTRAL
+from headrace.engine.model.families.registry import FAMILIES
 
 ROOT = Path(__file__).parents[3]
 PLAIN = "float32"
@@ -16,8 +18,17 @@ PLAIN = "float32"
 def rows() -> dict[str, tuple[str, set[str]]]:
     """What is read and the formats that it is kept in, by the quant_method."""
     lines = (ROOT / "docs/models.md").read_text().splitlines()
+    lines = lines[lines.index("## Quantised safetensors") :]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| `")][1:]
     return {method.strip("`"): (read, set(kept.strip("` ").split("`, `"))) for method, read, kept in cells}
+
+
+def test_the_table_has_the_families() -> None:
+    lines = (ROOT / "docs/models.md").read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `") and "ForCausalLM`" in line]
+    assert {each[0].strip("`"): each[2].strip("`") for each in cells} == {
+        family.architecture: family.gguf or ("as `llama" if family is MISTRAL else "–") for family in FAMILIES
+    }
 
 
 def test_the_table_has_the_methods_that_are_read() -> None:

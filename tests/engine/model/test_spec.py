@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,6 +47,13 @@ FAMILIES = {
     "GraniteForCausalLM": transformers.GraniteConfig,
     "SmolLM3ForCausalLM": transformers.SmolLM3Config,
     "SeedOssForCausalLM": transformers.SeedOssConfig,
+}
+EVERY = FAMILIES | {
+    "Gemma2ForCausalLM": transformers.Gemma2Config,
+    "Gemma3ForCausalLM": transformers.Gemma3TextConfig,
+    "Olmo2ForCausalLM": transformers.Olmo2Config,
+    "Olmo3ForCausalLM": transformers.Olmo3Config,
+    "Exaone4ForCausalLM": transformers.Exaone4Config,
 }
 TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -184,6 +192,25 @@ def test_smollm3_windows_and_unrotated_layers(has_lists: bool) -> None:
     assert [kind.rope for kind in spec.attention_kinds] == [0, 1]
 
 
+def test_gemma_heads_are_tied_and_its_embedding_scale_is_rounded_as_the_weights_are() -> None:
+    data = saved(transformers.Gemma3TextConfig(**{**SIZES, "hidden_size": 72}), "Gemma3ForCausalLM")
+    del data["tie_word_embeddings"]
+    assert from_hf({**data, "dtype": None}).tied_head
+    assert from_hf({**data, "dtype": "float32"}).embedding_scale == 72**0.5
+    assert from_hf({**data, "dtype": "bfloat16"}).embedding_scale == float(torch.tensor(72**0.5).bfloat16())
+
+
+def test_exaones_pattern_stands_in_for_types_of_layers() -> None:
+    data = saved(transformers.Exaone4Config(**SIZES, sliding_window=32), "Exaone4ForCausalLM")
+    del data["layer_types"]
+    for pattern in (2, "LG"):
+        spec = from_hf({**data, "sliding_window_pattern": pattern})
+        assert spec.windows == (32, None, 32, None)
+        assert [layer.mixer.rope for layer in spec.layers if isinstance(layer.mixer, Attention)] == [0, 1, 0, 1]
+    with pytest.raises(ModelRejected, match="sliding_window_pattern"):
+        from_hf({**data, "sliding_window_pattern": "GL"})
+
+
 def test_the_oldest_spelling_of_linear_scaling() -> None:
     assert from_hf(llama(rope_scaling={"type": "linear", "factor": 4})).ropes == (Rope(5e5, Linear(4.0)),)
 
@@ -279,9 +306,9 @@ JSON = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(sorted(FAMILIES)), st.data())
+@given(st.sampled_from(sorted(EVERY)), st.data())
 def test_any_values_give_a_spec_or_a_refusal(architecture: str, data: st.DataObject) -> None:
-    config = {**saved(FAMILIES[architecture](**SIZES), architecture)}
+    config = {**saved(EVERY[architecture](**SIZES, **TOKENS), architecture)}
     fields = st.sampled_from([*sorted(config), "rope_scaling", "torch_dtype", "auto_map"])
     config |= data.draw(st.dictionaries(fields, JSON | st.sampled_from([LLAMA3, 1, 2, 64]), min_size=1, max_size=3))
     try:
