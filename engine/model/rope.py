@@ -105,7 +105,8 @@ class Yarn(RopeScaling):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * pairs - 1)
         ramp = np.clip((np.arange(pairs) - first) / (last - first or 0.001), 0.0, 1.0)
-        return frequencies * (1 - ramp + ramp / self.factor)
+        kept: Pairs = 1 - ramp + ramp / self.factor
+        return frequencies * kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import torch
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights, SublayerWeights, describe_weights
+from headrace.engine.model.cuda.operations import check_scores
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
@@ -94,12 +95,16 @@ def list_kernels(
         kernels: The kernels to choose among.
         weights: The weights in the formats in which they are stored, on any device; None for dense ones.
         quantize_head: Whether an output head that is quantised stays so, as `EngineConfig.quantize_head` says.
+
+    Raises:
+        ModelRejected: No kernel computes the attention of a layer.
     """
+    check_scores(spec)
     lines, refusals = list[Line](), list[Refusal]()
     for what, product in _products(spec, weights, quantize_head).items():
         kind = product.shape.kind
         coded = () if kind is None else kernels.coded(kind)
-        resolved, steps = resolve((*coded, *kernels.products), arch, product.shape), _STEPS[product.name]
+        resolved, steps = resolve((*coded, *kernels.products), arch, product.shape), _steps(spec, product.name)
         lines += [Line(what, _WORDS[fusion], _cells(resolved, fusion, rows, kind)) for fusion in steps]
         refusals += _product_refusals(what, steps, resolved)
         if product.is_unpacked is not None:
@@ -119,6 +124,21 @@ def list_kernels(
         refusals += [Refusal(name, f"decode{of_window}", why) for name, why in choice.refused.items()]
         refusals += [Refusal(name, f"prefill{of_window}", why) for name, why in refused.items()]
     return KernelList(tuple(lines), tuple(_together(refusals)))
+
+
+def _steps(spec: DecoderSpec, product: str) -> tuple[Fusion, ...]:
+    """Return what a launch of a product may compute, by where a model's norms are and what its feed's activation is."""
+    placements = {layer.norms.placement for layer in spec.layers}
+    unused: set[Fusion] = set()
+    if placements != {"pre"}:
+        unused |= {"heads", "residual", "factors plain", "factors gated"}
+    if product == "qkv" and spec.uniform_attention.qk_norm_across_heads:
+        unused |= {"norm plain", "heads", "factors plain"}
+    if "post" in placements:
+        unused |= {"norm plain", "norm gated", "gated"}
+    if spec.uniform_feed.activation != "silu":
+        unused |= {"norm gated", "factors gated", "gated"}
+    return tuple(fusion for fusion in _STEPS[product] if fusion not in unused)
 
 
 class _Product(NamedTuple):

@@ -26,7 +26,7 @@ from headrace.ops.cuda.products.packed import CudaProduct, Products
 from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom
 from headrace.ops.paged import KvScales
 
-__all__ = ["CudaDecoder", "cuda_ops", "head_shape", "kinds_of"]
+__all__ = ["CudaDecoder", "check_scores", "cuda_ops", "head_shape", "kinds_of"]
 
 CudaDecoder: TypeAlias = Decoder[CudaProduct, CudaStep, Tensor]
 
@@ -43,6 +43,13 @@ def head_shape(attention: Attention, *, page_size: int, dtype: torch.dtype, kv_d
         scale=attention.scale,
         window=attention.window,
     )
+
+
+def check_scores(spec: DecoderSpec) -> None:
+    """Raise `ModelRejected` where a layer's attention is a variant that no kernel computes."""
+    for attention in spec.attention_kinds:
+        if attention.scores != Attention.scores:
+            refuse(spec.architecture, "the scores of a layer's attention", attention.scores, Attention.scores)
 
 
 def cuda_ops(
@@ -64,10 +71,8 @@ def cuda_ops(
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is a variant
             that no kernel computes.
     """
+    check_scores(spec)
     kinds = spec.attention_kinds
-    for attention in kinds:
-        if attention.scores != Attention.scores:
-            refuse(spec.architecture, "the scores of a layer's attention", attention.scores, Attention.scores)
     head_dim = kinds[0].head_dim
     rotations = [torch.cat(rotation_table(rope, max_positions, head_dim, device), dim=1) for rope in spec.ropes]
     room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())

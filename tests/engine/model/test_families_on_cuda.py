@@ -6,11 +6,17 @@ from pathlib import Path
 
 import anyio
 import pytest
+import transformers
 from emulated_cuda import emulated
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge, Output
 from gpu.wearing import make
+
+from headrace.engine.errors import ModelRejected
+from headrace.engine.model.cuda.listed import _WORDS, list_kernels
+from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.ops.cuda.arch import Arch
 
 SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
 
@@ -49,3 +55,24 @@ def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> No
     with emulated():
         outputs = anyio.run(run)
     Judge(made.merged, "cpu").check(outputs, family)
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"),
+    [
+        ("exaone4", {"product"}),
+        ("olmo3", {"product"}),
+        ("gemma3", {"product", "norm, product"}),
+        ("smollm3", set(_WORDS.values()) - {_WORDS["logits"]}),
+    ],
+)
+def test_kernels_list_names_the_fusions_that_a_model_has(zoo: Zoo, family: str, fused: set[str]) -> None:
+    spec = from_hf(read_hf_config(zoo.folder(family)))
+    lines = list_kernels(spec, Arch.named("sm_90"), rows=(1, 16)).lines
+    assert {line.fused for line in lines} == fused | {_WORDS["logits"], "attention"}
+
+
+def test_bounded_scores_are_refused_by_name_on_a_gpu() -> None:
+    spec = from_hf(transformers.Gemma2Config(architectures=["Gemma2ForCausalLM"]).to_dict())
+    with pytest.raises(ModelRejected, match="the scores of a layer's attention is 'softcap'"):
+        list_kernels(spec, Arch.named("sm_90"))
