@@ -50,7 +50,7 @@ def quantize(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Texts to calibrate int4 or int8 with, by GPTQ: plain text, or .jsonl with text, messages or prompt. "
+            help="Texts to calibrate with, by GPTQ: plain text, or .jsonl with text, messages or prompt. "
             "Left out, the weights alone decide.",
         ),
     ] = None,
@@ -75,7 +75,7 @@ def quantize(
     with flags_named():
         path = find_model(EngineConfig(model=os.path.expanduser(model))).path
         place, out = _device(device), out.expanduser()
-        ids = None if data is None else _ids(path, data.expanduser(), sequences, sequence_tokens, format)
+        ids = None if data is None else _ids(path, data.expanduser(), sequences, sequence_tokens)
         options: dict[str, Any] = {"head": quantize_head, "symmetric": symmetric, "ids_ST": ids, "device": place}
         with _Bar(Console()) as bar:
             try:
@@ -96,7 +96,7 @@ def _device(name: str) -> torch.device:
     return torch.device("cpu") if name == "cpu" else find_gpu(name)
 
 
-def _ids(model: Path, data: Path, sequences: int, tokens: int, format: str) -> torch.Tensor:
+def _ids(model: Path, data: Path, sequences: int, tokens: int) -> torch.Tensor:
     """Return the token ids to calibrate with, [S, T]."""
     import torch
 
@@ -104,8 +104,6 @@ def _ids(model: Path, data: Path, sequences: int, tokens: int, format: str) -> t
     from headrace.engine.model.quantising.files import read_plain_config
     from headrace.engine.tokens.tokenizer import Tokenizer
 
-    if format == "fp8":
-        raise InvalidParams("data: fp8 needs no calibration; leave --data out", field="data", value=str(data))
     read_plain_config(model)  # a model that cannot be quantised is refused before its tokenizer is read
     tokenizer = Tokenizer.from_folder(model)
     try:

@@ -72,7 +72,6 @@ def test_data_changes_the_weights(
             ["--format", "int4", "--data", "{texts}", "--sequences", "1", "--sequence-tokens", "9"],
             "data: is too short: 9 ",
         ),
-        (["--format", "fp8", "--data", "{texts}"], "data: fp8 needs no calibration"),
         (["--format", "int8", "--data", "/missing"], "data: /missing cannot be read"),
         (["--format", "int8", "--device", "tpu"], "device: tpu is not known"),
     ],

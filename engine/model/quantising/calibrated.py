@@ -8,7 +8,7 @@ one half of a layer is in memory at a time, in float32, with all hidden states.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,12 +46,10 @@ class Calibration:
         Args:
             spec: The shape of the model.
             maker: Reads parameters in float32, to the device that computes.
-            selection: The modules to quantise, to integers.
+            selection: The modules to quantise.
             ids_ST: Token ids, int64.
         """
-        assert selection.method != "fp8"
-        self._method: Literal["int8", "int4"] = selection.method
-        self._symmetric = selection.symmetric
+        self._method, self._symmetric = selection.method, selection.symmetric
         self._spec, self._maker, self._by_weight = spec, maker, selection.by_weight
         self._tokens = ids_ST.shape[1]
         (table,) = top_plan(spec)["embedding_VE"].parts

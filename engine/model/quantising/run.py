@@ -242,8 +242,6 @@ def _selected(
         )
     if ids_ST is None:
         return selection
-    if method == "fp8":
-        _refuse("data", method, "int4 or int8", "is of no use for fp8, which needs no calibration: leave it out")
     most = max(module.shape[1] for module in selection.modules)
     if ids_ST.numel() < most:
         told = f"is too short: {ids_ST.numel()} tokens for products of up to {most} inputs"

@@ -201,10 +201,11 @@ def _keep(seen: dict[str, Tensor], name: str, _: object, given: tuple[Tensor, ..
     seen[name] = given[0]
 
 
-def test_data_brings_a_model_closer_to_the_dense_one(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fp8", "int4"])
+def test_data_brings_a_model_closer_to_the_dense_one(method: Method, model: Path, tmp_path: Path) -> None:
     ids_ST = sequences(64, 40)
-    copied(model, tmp_path / "rounded", "int4")
-    copied(model, tmp_path / "calibrated", "int4", ids_ST=ids_ST[:56])
+    copied(model, tmp_path / "rounded", method)
+    copied(model, tmp_path / "calibrated", method, ids_ST=ids_ST[:56])
     dense = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.inference_mode():
         wanted = dense(ids_ST[56:]).logits
@@ -229,21 +230,25 @@ def test_data_brings_a_model_closer_to_the_dense_one(model: Path, tmp_path: Path
 # --- interruption
 
 
-@pytest.mark.parametrize("data", [None, sequences()], ids=["without data", "with data"])
+@pytest.mark.parametrize(
+    ("method", "data"),
+    [("int4", None), ("int4", sequences()), ("fp8", sequences())],
+    ids=["int4 without data", "int4", "fp8"],
+)
 @pytest.mark.parametrize("stop_after", [1, 4, 17, 21])
 def test_an_interrupted_run_goes_on_to_the_same_bytes(
-    model: Path, data: Tensor | None, stop_after: int, tmp_path: Path
+    model: Path, method: Method, data: Tensor | None, stop_after: int, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"ids_ST": data, "shard_bytes": 300_000}
-    copied(model, tmp_path / "whole", "int4", **options)
+    copied(model, tmp_path / "whole", method, **options)
     with pytest.raises(KeyboardInterrupt):
-        copied(model, tmp_path / "out", "int4", Told(stop_after), **options)
+        copied(model, tmp_path / "out", method, Told(stop_after), **options)
     assert not (tmp_path / "out").exists()
     journal = tmp_path / "out.partial" / "journal.jsonl"
     journal.write_bytes(journal.read_bytes() + b'"model.layers.1.ml')  # a line that was cut off
     _spoil(tmp_path / "out.partial" / "folder", journal)
     again = Told()
-    copied(model, tmp_path / "out", "int4", again, **options)
+    copied(model, tmp_path / "out", method, again, **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
 
@@ -339,19 +344,9 @@ def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
         copied(folder, tmp_path / "out", "int8")
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        ("int4", {"ids_ST": sequences(2, 40)}, r"data: is too short: 80 tokens for products of up to 320 inputs"),
-        ("fp8", {"ids_ST": sequences()}, "data: is of no use for fp8"),
-    ],
-    ids=["too few tokens", "data for fp8"],
-)
-def test_options_that_do_not_fit_are_refused(
-    method: Method, options: dict[str, Any], message: str, model: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(InvalidParams, match=message):
-        copied(model, tmp_path / "out", method, **options)
+def test_too_few_tokens_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidParams, match=r"data: is too short: 80 tokens for products of up to 320 inputs"):
+        copied(model, tmp_path / "out", "int4", ids_ST=sequences(2, 40))
     assert not list(tmp_path.iterdir())
 
 
