@@ -13,14 +13,16 @@ from typing import Final
 from headrace.adapters.untrusted import Fields, read_object, refuse
 from headrace.engine.model.families.exaone4 import EXAONE4
 from headrace.engine.model.families.family import Family
-from headrace.engine.model.families.gemma import GEMMA2, GEMMA3
+from headrace.engine.model.families.gemma2 import GEMMA2
+from headrace.engine.model.families.gemma3_text import GEMMA3
 from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.granite import GRANITE
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.families.llama import LLAMA
 from headrace.engine.model.families.ministral import MINISTRAL
 from headrace.engine.model.families.mistral import MISTRAL
-from headrace.engine.model.families.olmo2 import OLMO2, OLMO3
+from headrace.engine.model.families.olmo2 import OLMO2
+from headrace.engine.model.families.olmo3 import OLMO3
 from headrace.engine.model.families.phi3 import PHI3
 from headrace.engine.model.families.qwen2 import QWEN2
 from headrace.engine.model.families.qwen3 import QWEN3

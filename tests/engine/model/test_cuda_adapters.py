@@ -29,7 +29,16 @@ def test_each_of_a_batch_says_what_it_wears(tmp_path: Path, monkeypatch: pytest.
             monkeypatch.setattr(module, "MAX_ROWS", 8)
         check_batches(base, "cuda", "cpu", tmp_path)
     few = ("norm_shrink", "vector_expand", "vector_shrink", "shrink_alike", "expand_alike")
-    kernels = (*few, "shrink_row", "shrink_group", "shrink_long", "expand_norm", "expand_row", "silu_mul", "look_up")
+    kernels = (
+        *few,
+        "shrink_row",
+        "shrink_group",
+        "shrink_long",
+        "expand_norm",
+        "expand_row",
+        "activate_mul",
+        "look_up",
+    )
     assert gpu.replays and all(gpu.launches[f"_{name}_kernel"] for name in kernels)
     assert gpu.launches["product: even, updated"] and gpu.launches["product: even heads, updated"]
 
