@@ -1,4 +1,4 @@
-"""With quantised weights on a CPU, an answer is the same alone, in a batch, behind a prefix hit and in chunks."""
+"""On a CPU, an answer is the same alone, in a batch, behind a prefix hit and in chunks."""
 
 from __future__ import annotations
 
@@ -71,8 +71,12 @@ def test_an_answer_has_the_same_bits_in_every_company(smollm2: Path) -> None:
     check_company(smollm2, PROMPTS)
 
 
-@pytest.mark.parametrize("method", ["int8", "int4"])
-def test_so_have_models_that_are_quantised_while_they_are_loaded(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "bfloat16"}, {"dtype": "float32"}],
+    ids=lambda options: next(iter(options.values())),
+)
+def test_so_have_models_quantised_while_they_are_loaded_and_dense_ones(options: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     prompts = [[id % 500 for id in prompt] for prompt in PROMPTS]
-    check_company(tmp_path, prompts, quantize=method, load_format="random", device="cpu")
+    check_company(tmp_path, prompts, load_format="random", device="cpu", **options)

@@ -22,7 +22,7 @@ from torch import Tensor
 from headrace.ops.cpu.native import library as native
 from headrace.ops.cpu.native.integers import as_integers
 from headrace.ops.cpu.native.library import LEVELS, Context
-from headrace.ops.cpu.native.linear import NativeKernel, NativeLinear, NativePlainKernel
+from headrace.ops.cpu.native.linear import NativeDenseKernel, NativeKernel, NativeLinear
 from headrace.ops.formats import Format, Int4Groups, Stored
 from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks
 from headrace.ops.quantised import Fp8, IntGroups
@@ -140,17 +140,40 @@ def test_a_row_has_the_same_bits_in_every_company(kind: Kind | Format) -> None:
             assert torch.equal(product(linear, x[-rows:], level), expected[-rows:]), (LEVELS[level], rows)
 
 
-@pytest.mark.parametrize("level", levels(), ids=lambda level: LEVELS[level])
-def test_plain_matrices_multiply_by_floats_and_rows_stay_alike(level: int) -> None:
+@pytest.mark.parametrize("size", [(83, 77), (1, 1), (32, 2), (31, 600), (160, 513), (64, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_dense_matrices_multiply_alike_in_every_company(dtype: torch.dtype, size: tuple[int, int]) -> None:
+    """Near the truth, and with the same bits whatever the number of rows, the threads and the instruction set."""
     torch.manual_seed(3)
-    weight, x = torch.randn(OUTS, 77).bfloat16(), torch.randn(65, 77)
-    linear = NativePlainKernel().pack(Stored.from_dense(weight), None, torch.bfloat16)
+    weight, bias, x = torch.randn(size).to(dtype), torch.randn(size[0]), torch.randn(max(ROWS), size[1])
+    linear = NativeDenseKernel().pack(Stored.from_dense(weight), bias, dtype)
     assert isinstance(linear, NativeLinear)
-    found = product(linear, x, level)
-    expected = x.double() @ weight.double().T
-    assert (found - expected).abs().amax() < 4e-6 * expected.abs().amax()
-    for rows in (1, 2, 7, 8, 9):
-        assert torch.equal(product(linear, x[:rows], level), found[:rows])
+    expected = product(linear, x, levels()[-1])
+    truth = x.to(dtype).double() @ weight.double().T + bias.double()
+    assert (expected - truth).abs().amax() < 2e-6 * truth.abs().amax()
+    for level in levels():
+        assert torch.equal(product(linear, x[:65], level, threads=3), expected[:65]), LEVELS[level]
+        for rows in ROWS:
+            assert torch.equal(product(linear, x[-rows:], level), expected[-rows:]), (LEVELS[level], rows)
+    added = torch.randn(9, size[0])
+    context, found = Context(1), added.clone()
+    linear.run(context, x[:9], found, adds=True)
+    context.close()
+    assert torch.equal(found, added + expected[:9])
+    some = torch.randint(size[0], (7,))
+    read = NativeDenseKernel().pack(Stored.from_dense(weight), None, dtype)
+    assert isinstance(read, NativeLinear) and torch.equal(read[some], weight[some].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -3e38])
+def test_what_is_not_finite_or_overflows_stays_so_and_alone(dtype: torch.dtype, wrong: float) -> None:
+    linear, x = NativeDenseKernel().pack(Stored.from_dense(torch.full((40, 5), 2.0)), None, dtype), torch.ones(9, 5)
+    x[4, 3] = wrong
+    assert isinstance(linear, NativeLinear)
+    for level in levels():
+        finite = product(linear, x, level).isfinite().all(1)
+        assert finite.tolist() == [row != 4 for row in range(9)]
 
 
 def test_matrices_of_several_formats_multiply_as_one() -> None:
@@ -160,10 +183,11 @@ def test_matrices_of_several_formats_multiply_as_one() -> None:
     assert NativeKernel().refuses(together, torch.bfloat16) == (
         "multiplies by blocks of GGUF and by groups of integers, not by bfloat16"
     )
-    linear = NativePlainKernel().pack(together, None, torch.bfloat16)
+    linear = NativeDenseKernel().pack(together, None, torch.bfloat16)
     assert isinstance(linear, NativeLinear)
-    apart = [NativePlainKernel().pack(piece, None, torch.float32)(x) for piece in pieces]
-    assert torch.equal(product(linear, x, levels()[-1]), torch.cat(apart, 1))
+    apart = [NativeDenseKernel().pack(piece, None, torch.bfloat16) for piece in pieces]
+    found = [product(each, x, levels()[-1]) for each in apart if isinstance(each, NativeLinear)]
+    assert torch.equal(product(linear, x, levels()[-1]), torch.cat(found, 1))
 
 
 @pytest.mark.parametrize(
@@ -271,9 +295,9 @@ def test_helpers_sleep_between_steps() -> None:
 FORK = """
 import os, sys, torch
 from headrace.ops.cpu.native.library import Context
-from headrace.ops.cpu.native.linear import NativePlainKernel
+from headrace.ops.cpu.native.linear import NativeDenseKernel
 from headrace.ops.formats import Stored
-linear = NativePlainKernel().pack(Stored.from_dense(torch.randn(640, 64).bfloat16()), None, torch.bfloat16)
+linear = NativeDenseKernel().pack(Stored.from_dense(torch.randn(640, 64).bfloat16()), None, torch.bfloat16)
 context, x, expected = Context(2), torch.randn(3, 64), torch.empty(3, 640)
 linear.run(context, x, expected)
 child = os.fork()

@@ -13,7 +13,7 @@ from headrace.engine.model.checkpoint.plan import all_parameters, all_parts
 from headrace.engine.model.checkpoint.readers import READERS, find
 from headrace.engine.model.roles import Fused, Names, Part
 from headrace.engine.model.spec import DecoderSpec
-from headrace.ops.formats import Dense, Format
+from headrace.ops.formats import Dense
 
 __all__ = ["Inventory"]
 
@@ -73,11 +73,6 @@ class Inventory:
         found = self.of(part)
         plain = sum(spec.nbytes for spec in found.format.parts(found.shape).values())
         return isinstance(found.format, Dense) and found.nbytes(self.files) == plain
-
-    @property
-    def formats(self) -> set[Format]:
-        """The formats in which the checkpoint holds the model's tensors."""
-        return {found.format for found in self._found.values()}
 
     @property
     def nbytes(self) -> int:

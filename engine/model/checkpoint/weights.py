@@ -25,7 +25,7 @@ from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Reader
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.roles import Fused
 from headrace.engine.model.spec import DecoderSpec
-from headrace.ops.formats import Format, Stored
+from headrace.ops.formats import Stored
 from headrace.ops.paged import KvScales
 from headrace.ops.quantise import Method
 
@@ -39,7 +39,6 @@ __all__ = [
     "load_weights",
     "open_files",
     "open_weights",
-    "stored_formats",
 ]
 
 Source: TypeAlias = str | os.PathLike[str] | GgufFile | Literal["random"]
@@ -297,18 +296,6 @@ def describe_weights(
 
 def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-def stored_formats(source: Source, spec: DecoderSpec, readers: Sequence[Reader] = READERS) -> set[Format]:
-    """Return the formats in which `source` holds the tensors of a model; none for random ones.
-
-    Raises:
-        ModelRejected: A tensor is missing, left over or of another shape, or a file is damaged.
-    """
-    if source == "random":
-        return set()
-    with ExitStack() as files:
-        return Inventory(open_files(source, files), spec, readers, checks=False).formats
 
 
 def open_files(source: str | os.PathLike[str] | GgufFile, files: ExitStack) -> Checkpoint:

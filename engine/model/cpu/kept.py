@@ -12,7 +12,6 @@ from headrace.ops.cpu.head import CpuHead
 from headrace.ops.cpu.linear import KeptWeight
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.products import kept_by
-from headrace.ops.formats import Dense
 
 __all__ = ["kept_parts"]
 
@@ -47,7 +46,7 @@ def _add_ends(total: WeightSum, weights: DecoderWeights, ops: CpuOps) -> None:
     embedding, is_tied, is_native = weights.embedding, weights.head is weights.embedding, isinstance(ops, NativeOps)
     kept = (kept_by if is_native else CpuHead.kept)(weights.head, dtype=ops.dtype, products=ops.products)
     _add(total, "head", (each for each in kept if not (each.is_shared and is_tied)))
-    if is_tied and is_native and not isinstance(embedding.format, Dense):
+    if is_tied and is_native:
         return  # the packed head hands out its rows
     total.add("embedding", embedding.format.name, embedding.nbytes)
 

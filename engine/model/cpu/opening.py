@@ -41,7 +41,7 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
     """
     dtype, limits = cpu_dtype(config), cpu_limits(config, spec)
     threads = config.cpu_threads or default_threads()
-    context = Context(threads) if runs_native(config, spec, source) else None
+    context = Context(threads) if runs_native(spec) else None
     ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype, context=context)
     sizes = cpu_sizes(config, spec, source, ops)
     capacity = sizes.capacity()

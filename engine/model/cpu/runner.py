@@ -96,7 +96,7 @@ def cpu_ops(
         variants: The variants of attention that can be computed beside softmax.
         products: The kernels for products by weights, in order of preference.
         context: Threads and memory of the operations in C, which are used if it is given. They know no variants of
-            attention, have kernels and activations of their own, and keep keys and values in bfloat16.
+            attention, have kernels of their own, and activations in float32.
 
     Raises:
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is of no
@@ -121,7 +121,7 @@ def cpu_ops(
             "scale": attention.scale,
         }
         if context is not None:
-            found[attention] = NativeOps(context, **sizes)
+            found[attention] = NativeOps(context, **sizes, dtype=dtype)
         else:
             weigh = None if variant is None else variant(attention)
             found[attention] = CpuOps(**sizes, dtype=dtype, weigh=weigh, products=products)

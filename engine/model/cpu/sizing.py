@@ -10,7 +10,7 @@ import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
-from headrace.engine.model.checkpoint.weights import Source, describe_weights, stored_formats
+from headrace.engine.model.checkpoint.weights import Source, describe_weights
 from headrace.engine.model.cpu.kept import kept_parts
 from headrace.engine.model.cpu.runner import cpu_ops
 from headrace.engine.model.shared.device import Limits, fit
@@ -21,8 +21,6 @@ from headrace.engine.stats import WeightPart
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context, library
-from headrace.ops.cpu.native.linear import is_native
-from headrace.ops.quantise import format_for
 
 __all__ = ["FREE_SHARE", "CpuSizes", "cpu_dtype", "cpu_limits", "cpu_sizes", "runs_native"]
 
@@ -103,17 +101,9 @@ def cpu_limits(config: EngineConfig, spec: DecoderSpec) -> Limits:
     return Limits.of(config, spec, rows=_ROWS, batched_tokens=_BATCHED_TOKENS)
 
 
-def runs_native(config: EngineConfig, spec: DecoderSpec, source: Source) -> bool:
-    """Return whether the operations in C run the model: those for quantised weights, which are kept as they are.
-
-    Raises:
-        ModelRejected: A tensor is missing, left over or of another shape, or a file is damaged.
-    """
-    if config.dtype != "auto" or any(kind.scores != Attention.scores for kind in spec.attention_kinds):
-        return False
-    made = None if config.quantize is None else format_for(config.quantize, spec.hidden_size)
-    formats = stored_formats(source, spec) if made is None else {made}
-    return any(map(is_native, formats)) and library() is not None
+def runs_native(spec: DecoderSpec) -> bool:
+    """Return whether the operations in C run the model: where they could be compiled, but for variants of attention."""
+    return all(kind.scores == Attention.scores for kind in spec.attention_kinds) and library() is not None
 
 
 def cpu_sizes(
@@ -127,7 +117,7 @@ def cpu_sizes(
     """
     dtype, limits = cpu_dtype(config), cpu_limits(config, spec)
     if ops is None:
-        context = Context(1) if runs_native(config, spec, source) else None
+        context = Context(1) if runs_native(spec) else None
         made = cpu_ops(spec, page_size=config.page_size, max_positions=1, dtype=dtype, context=context)
         with closing(next(iter(made.values()))):
             return cpu_sizes(config, spec, source, made)

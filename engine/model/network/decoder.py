@@ -132,13 +132,11 @@ class _StoredRows:
 
 
 def _table(weights: DecoderWeights, head: object) -> Table:
-    """Return the embeddings: as they are if they are dense, else those of a tied head that hands out rows."""
+    """Return the embeddings: a tied head if it hands out rows, so that there is no second copy, else as they are."""
     embedding = weights.embedding
-    if isinstance(embedding.format, Dense):
-        return weights.embedding_VE
     if embedding is weights.head and isinstance(head, Table):
         return head
-    return _StoredRows(embedding)
+    return weights.embedding_VE if isinstance(embedding.format, Dense) else _StoredRows(embedding)
 
 
 def _times(factor: float, x_NE: Tensor) -> Tensor:

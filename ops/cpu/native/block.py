@@ -1,7 +1,7 @@
-"""`NativeOps`: one decoder step's operations on the CPU in C, for models with quantised weights.
+"""`NativeOps`: one decoder step's operations on the CPU in C.
 
-Activations are float32 between the operations, codes of 8 bits inside products; keys and values are bfloat16. Every row
-is computed alike, however many rows, threads and chunks a step has. Keys lie transposed in their pages, [K, D, T].
+Activations are float32 between the operations, codes of 8 bits inside products with quantised weights. Every row is
+computed alike, however many rows, threads and chunks a step has. Keys lie transposed in their pages, [K, D, T].
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from headrace.ops.cpu.activation import activate
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.library import Context, HeadsStruct, StepStruct
-from headrace.ops.cpu.native.linear import NativeKernel, NativeLinear, NativePlainKernel, as_floats
+from headrace.ops.cpu.native.linear import NativeDenseKernel, NativeKernel, NativeLinear, as_floats
 from headrace.ops.cpu.step import CpuStep, NativeStep
 from headrace.ops.stream import Stream
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeOps"]
 
-_PRODUCTS = (NativeKernel(), NativePlainKernel())
+_PRODUCTS = (NativeKernel(), NativeDenseKernel())
 _BLOCK_QUERIES = 64  # of one row: several blocks of a prompt can be shared among threads
 _QUERIES = np.dtype(
     [("token", "i4"), ("count", "i4"), ("table", "i8"), ("position", "i8"), ("offset", "i8")], align=True
@@ -54,10 +54,14 @@ class NativeOps(CpuOps):
         eps: float,
         cos: Tensor,
         sin: Tensor,
+        dtype: torch.dtype = torch.bfloat16,
         window: int | None = None,
         scale: float | None = None,
     ) -> None:
-        """Take the threads and memory of `context`, which several may share; the rest is that of `CpuOps`."""
+        """Take the threads and memory of `context`, which several may share; the rest is that of `CpuOps`.
+
+        `dtype` is that of dense weights, keys and values; activations are float32 in any case.
+        """
         super().__init__(
             heads=heads,
             kv_heads=kv_heads,
@@ -66,7 +70,7 @@ class NativeOps(CpuOps):
             eps=eps,
             cos=cos,
             sin=sin,
-            dtype=torch.bfloat16,
+            dtype=dtype,
             window=window,
             scale=scale,
             products=_PRODUCTS,
@@ -76,7 +80,9 @@ class NativeOps(CpuOps):
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
         self._tables = cos.float().contiguous(), sin.float().contiguous()
         pointers = (table.data_ptr() for table in self._tables)
-        self._heads = HeadsStruct(heads, kv_heads, head_dim, page_size, window or 0, self.scale, eps, *pointers)
+        sizes = heads, kv_heads, head_dim, page_size
+        kv_floats = dtype is torch.float32
+        self._heads = HeadsStruct(*sizes, kv_floats, window or 0, self.scale, eps, *pointers)
 
     @property
     def rows_are_alike(self) -> bool:

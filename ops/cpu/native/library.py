@@ -22,7 +22,7 @@ from pathlib import Path
 
 __all__ = ["LEVELS", "Context", "HeadsStruct", "LinearStruct", "MatrixStruct", "StepStruct", "build", "library"]
 
-LEVELS = ("none", "AVX2", "AVX-VNNI", "AVX512-VNNI")
+LEVELS = ("none", "AVX2", "AVX-VNNI", "AVX512-VNNI", "AVX512-BF16")
 """Instruction sets that the kernels are compiled for, by their number in the C interface, slowest first."""
 
 _SOURCES = Path(__file__).parent / "csrc"
@@ -67,7 +67,7 @@ class HeadsStruct(Structure):
     """`Heads` of native.h."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "page_size")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "page_size", "kv_floats")),
         ("window", c_int64),
         ("scale", c_float),
         ("eps", c_float),
@@ -86,7 +86,7 @@ _SIGNATURES = {
     "step": (None, [c_void_p, c_int]),
     "pack_blocks": (None, [_MATRIX, c_int, c_void_p, c_void_p]),
     "pack_codes": (None, [_MATRIX, c_void_p, c_void_p, c_void_p]),
-    "pack_plain": (None, [_MATRIX, c_void_p]),
+    "pack_dense": (None, [_MATRIX, c_void_p]),
     "read_rows": (None, [_MATRIX, c_void_p, c_int, c_void_p]),
     "linear": (c_int, [c_void_p, _LINEAR, c_void_p, c_int, c_void_p, c_int]),
     "norm": (c_int, [c_void_p, *[c_void_p] * 4, c_float, c_int, c_int, c_void_p]),
@@ -103,10 +103,10 @@ def library() -> ctypes.CDLL | None:
     try:
         found = _load_built() or _load(build(_cache_folder()))
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
-        _log.warning("quantised weights are multiplied by torch's operations: no CPU kernels (%s)", _said(error))
+        _log.warning("weights are multiplied by torch's operations: no CPU kernels (%s)", _said(error))
         return None
     if found.headrace_best_level() == 0:
-        _log.warning("quantised weights are multiplied by torch's operations: this processor has no AVX2")
+        _log.warning("weights are multiplied by torch's operations: this processor has no AVX2")
         return None
     return found
 

@@ -1,8 +1,8 @@
 """Product kernels in C: pack stored weights for them, and multiply; never choose between kernels.
 
-`NativeKernel` multiplies 4- to 8-bit weights with activations in 8 bits, one scale for 32 of them. `NativePlainKernel`
-multiplies bfloat16 weights with float32 activations, for the few plain matrices of a quantised model. Both compute
-every row alike, however many there are.
+`NativeKernel` multiplies 4- to 8-bit weights with activations in 8 bits, one scale for 32 of them. `NativeDenseKernel`
+multiplies bfloat16 and float32 weights with activations of the same dtype. Both sum in float32, and compute every row
+alike, however many there are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Kind
 from headrace.ops.cpu.linear import ANY_ROWS, KeptWeight, not_a_matrix
 from headrace.ops.cpu.native.integers import as_integers, integers_of
 from headrace.ops.cpu.native.library import Context, LinearStruct, MatrixStruct, library
-from headrace.ops.formats import Int4Groups, Stacked, Stored
+from headrace.ops.formats import Dense, Int4Groups, Stacked, Stored
 from headrace.ops.gguf_formats import GgufBlocks
 from headrace.ops.quantised import IntGroups, unpack_nibbles
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from headrace.ops.cpu.linear import CpuLinear
     from headrace.ops.formats import Format
 
-__all__ = ["NativeKernel", "NativeLinear", "NativePlainKernel", "as_floats", "is_native"]
+__all__ = ["NativeDenseKernel", "NativeKernel", "NativeLinear", "as_floats"]
 
 _LANES, _GROUP, _SUPER = 16, 32, 256
-_F16, _F16_MIN, _F32, _F32_MIN, _K_MIN, _K16, _NONE = range(7)
-_CODES, _FLOATS = 1, 2
+_STRIP = 32  # outputs of a block of a dense matrix
+_F16, _F16_MIN, _F32, _F32_MIN, _K_MIN, _K16, _DENSE_BF16, _DENSE_F32 = range(8)
 
 
 class _Layout(NamedTuple):
@@ -53,7 +53,9 @@ _LAYOUTS = {
     Kind.Q5_K: _Layout(5, _K_MIN, 0),
     Kind.Q6_K: _Layout(6, _K16, 32),
 }
-_PLAIN = _Layout(16, _NONE, 0)
+_READS_CODES, _READS_FLOATS, _READS_HALVES = 1, 2, 4  # as native.h has them
+_READS = {_DENSE_F32: _READS_FLOATS, _DENSE_BF16: _READS_HALVES}
+_DENSE = {torch.bfloat16: _Layout(16, _DENSE_BF16, 0), torch.float32: _Layout(32, _DENSE_F32, 0)}
 
 
 class _Matrix(NamedTuple):
@@ -78,7 +80,7 @@ class NativeLinear:
         """Number of inputs."""
         reads = 0
         for matrix in matrices:
-            reads |= _FLOATS if matrix.struct.scale == _NONE else _CODES
+            reads |= _READS.get(matrix.struct.scale, _READS_CODES)
         bias = None if self._bias_O is None else self._bias_O.data_ptr()
         self.struct = LinearStruct(len(matrices), self.outs, self.ins, reads, self._structs, bias)
         """The weight as the C interface takes it."""
@@ -143,15 +145,20 @@ class NativeKernel:
         return [_kept(piece) for piece in weight.pieces()]
 
 
-class NativePlainKernel:
-    """Product of any weight, rounded to bfloat16, with float32 activations, in C; slow for many rows."""
+class NativeDenseKernel:
+    """Product of any weight, dense in the dtype of the arithmetic, with activations rounded to that dtype, in C.
 
-    name = "native bfloat16"
+    In bfloat16, the matrices of a weight of several formats that have codes keep their codes.
+    """
 
-    def refuses(self, weight: Stored, _dtype: torch.dtype) -> str | None:
+    name = "native dense"
+
+    def refuses(self, weight: Stored, dtype: torch.dtype) -> str | None:
         """Return why the kernel cannot multiply by a weight here; None if it can."""
         if len(weight.shape) != 2:
             return not_a_matrix(weight)
+        if dtype not in _DENSE:
+            return f"multiplies in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
         return None if library() is not None else "there are no compiled kernels"
 
     def rows(self, _weight: Stored) -> range:
@@ -159,13 +166,18 @@ class NativePlainKernel:
         return ANY_ROWS
 
     def pack(self, weight: Stored, bias_O: Tensor | None, dtype: torch.dtype) -> CpuLinear:
-        """Copy each matrix into blocks of 16 outputs, those that have codes with their codes."""
-        pieces = [_packed(piece) if _refuses(piece) is None else _plain(piece) for piece in weight.pieces()]
+        """Copy each matrix into blocks of 32 outputs, or of 16 with its codes."""
+        pieces = [_packed(piece) if _keeps_codes(piece, dtype) else _dense(piece, dtype) for piece in weight.pieces()]
         return NativeLinear(pieces, bias_O, dtype)
 
-    def kept(self, weight: Stored, _dtype: torch.dtype) -> list[KeptWeight]:
+    def kept(self, weight: Stored, dtype: torch.dtype) -> list[KeptWeight]:
         """Return the bytes of each piece's blocks."""
-        return [_kept(piece) for piece in weight.pieces()]
+        return [
+            _kept(piece)
+            if _keeps_codes(piece, dtype)
+            else KeptWeight(Dense(dtype).name, sum(_sizes(piece, _DENSE[dtype])))
+            for piece in weight.pieces()
+        ]
 
 
 def as_floats(x: Tensor) -> Tensor:
@@ -173,11 +185,6 @@ def as_floats(x: Tensor) -> Tensor:
     if x.dtype is not torch.float32:
         x = x.float()
     return x if x.is_contiguous() else x.contiguous()
-
-
-def is_native(format: Format) -> bool:
-    """Return whether the kernels multiply by matrices of a format as they are stored."""
-    return _refuses_format(format) is None
 
 
 _own = threading.local()
@@ -217,6 +224,8 @@ def _refuses_format(format: Format) -> str | None:
 def _sizes(weight: Stored, layout: _Layout, shared: int = 1) -> tuple[int, ...]:
     """Return the bytes of the three tensors of a packed matrix: codes, and two for scales and what goes with them."""
     outs, ins = weight.shape
+    if layout.scale >= _DENSE_BF16:
+        return -(-outs // _STRIP) * _STRIP * -(-ins // 2) * 2 * layout.bits // 8, 0, 0
     blocks, groups = -(-outs // _LANES), ins // _GROUP
     many = -(-groups // shared)
     sizes = {
@@ -226,10 +235,8 @@ def _sizes(weight: Stored, layout: _Layout, shared: int = 1) -> tuple[int, ...]:
         _F32_MIN: (many * 128, 0),
         _K_MIN: (groups * 32, ins // _SUPER * 64),
         _K16: (groups * 32, ins // _SUPER * 32),
-        _NONE: (0, 0),
     }
-    of_codes = _LANES * ins * 2 if layout is _PLAIN else groups * 64 * layout.bits
-    return tuple(blocks * size for size in (of_codes, *sizes[layout.scale]))
+    return tuple(blocks * size for size in (groups * 64 * layout.bits, *sizes[layout.scale]))
 
 
 def _allocate(weight: Stored, layout: _Layout, shared: int = 1) -> _Matrix:
@@ -250,9 +257,11 @@ def _layout_of(format: Format, ins: int) -> tuple[_Layout, int]:
     return _Layout(format.bits, _F32_MIN if format.zeros else _F32, zero), (format.group or ins) // _GROUP
 
 
+def _keeps_codes(weight: Stored, dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16 and _refuses(weight) is None
+
+
 def _kept(weight: Stored) -> KeptWeight:
-    if _refuses(weight) is not None:
-        return KeptWeight("bfloat16", sum(_sizes(weight, _PLAIN)))
     format = integers_of(weight.format)
     return KeptWeight(format.name, sum(_sizes(weight, *_layout_of(format, weight.shape[-1]))))
 
@@ -282,9 +291,9 @@ def _packed(weight: Stored) -> _Matrix:
     return matrix
 
 
-def _plain(weight: Stored) -> _Matrix:
+def _dense(weight: Stored, dtype: torch.dtype) -> _Matrix:
     kernels = library()
     assert kernels is not None
-    matrix, dense_OI = _allocate(weight, _PLAIN), weight.dense(torch.bfloat16).contiguous()
-    kernels.headrace_pack_plain(matrix.struct, dense_OI.data_ptr())
+    matrix, dense_OI = _allocate(weight, _DENSE[dtype]), weight.dense(dtype).contiguous()
+    kernels.headrace_pack_dense(matrix.struct, dense_OI.data_ptr())
     return matrix

@@ -7,15 +7,17 @@
 #include "native.h"
 #include "pool.c"
 
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
 #define EXPORT __attribute__((visibility("default")))
 #include "pack.c"
 
 enum { MOST_QUERIES = 8, SCORE_FLOATS = 1 << 15 };
+enum { MOST_ROWS = 12, SPAN = 96 }; // of a tile; rows that a dense block multiplies by before the next block does
 
-// Rows are computed in tiles. Return how many the next one has, with `left` rows to go.
+// Rows are computed in tiles of 1, 2, 4, 6, 8 or 12. Return how many the next one has, with `left` rows to go.
 static int tile_rows(int left, int widest) {
-    return left >= widest ? widest : left >= 4 ? 4 : left >= 2 && widest == 8 ? 2 : 1;
+    if (left >= widest) return widest;
+    return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 && widest > 4 ? 2 : 1;
 }
 
 // Return the first row of the tile in which `row` lies, and how many it has.
@@ -28,8 +30,8 @@ static int tile_start(int row, int rows, int widest, int *count) {
 // Memory of one thread for attention.
 typedef struct {
     float *queries, *results, *inverse, *scores;
-    uint16_t *keys;
-    const uint16_t **pages;
+    void *keys;
+    const void **pages;
     void *all;
     size_t bytes;
 } Scratch;
@@ -37,15 +39,20 @@ typedef struct {
 // Kernels of one instruction set.
 typedef struct {
     void (*block)(const Matrix *, int, const Activations *, int, const float *, float *, size_t, int);
+    void (*dense)(const Matrix *, int, int, const Activations *, int, const float *, float *, size_t, int);
     void (*quantise)(const float *, const Activations *, int, int);
     void (*norm)(const float *, const float *, int, float, float *);
     void (*silu_mul)(const float *, const float *, int, float *);
-    void (*place)(const Heads *, const Step *, int, int, const float *, const float *, uint16_t *, float *);
-    void (*attend)(const Heads *, const Step *, const Queries *, int, int, int, const uint16_t *, const float *,
-                   float *, Scratch *);
+    void (*tile_floats)(const float *, const Activations *, int, int, int);
+    // With keys and values in bfloat16 and in float32:
+    void (*place[2])(const Heads *, const Step *, int, int, const float *, const float *, void *, float *);
+    void (*attend[2])(const Heads *, const Step *, const Queries *, int, int, int, const void *, const float *, float *,
+                      Scratch *);
 } Kernels;
 
-#define KERNELS {NAME(block), NAME(quantise), NAME(norm), NAME(silu_mul), NAME(place), NAME(attend)}
+#define KERNELS(dense, tile_floats)                                                           \
+    {NAME(block), NAME(dense), NAME(quantise), NAME(norm), NAME(silu_mul), NAME(tile_floats), \
+     {NAME(place_halves), NAME(place_floats)}, {NAME(attend_halves), NAME(attend_floats)}}
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -55,54 +62,61 @@ typedef struct {
 #define NAME(x) x##_avx2
 #define VNNI 0
 #define WIDE 0
+#define DENSE_ROWS 6
 #include "simd_avx2.h"
-#include "product.h"
-#include "rows.h"
-#include "attention.h"
-static const Kernels avx2 = KERNELS;
+#include "kernels.h"
+static const Kernels avx2 = KERNELS(dense, tile_floats);
 #include "forget.h"
 
-#if __GNUC__ >= 11 || __clang_major__ >= 12
-#define HAS_AVX_VNNI 1
+#define NEW_COMPILER (__GNUC__ >= 11 || __clang_major__ >= 12) // knows AVX-VNNI and AVX512-BF16
+#if NEW_COMPILER
 #define TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
 #define NAME(x) x##_avxvnni
 #define VNNI 1
 #define WIDE 0
+#define DENSE_ROWS 6
 #include "simd_avx2.h"
-#include "product.h"
-#include "rows.h"
-#include "attention.h"
-static const Kernels avxvnni = KERNELS;
+#include "kernels.h"
+static const Kernels avxvnni = KERNELS(dense, tile_floats);
 #include "forget.h"
 #endif
 
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,prefer-vector-width=512")))
+#define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c,prefer-vector-width=512"
+#define TARGET __attribute__((target(AVX512)))
+#define PAIRS_TARGET __attribute__((target(AVX512 ",avx512bf16")))
 #define NAME(x) x##_avx512
 #define WIDE 1
+#define DENSE_ROWS 12
 #include "simd_avx512.h"
-#include "product.h"
-#include "rows.h"
-#include "attention.h"
-static const Kernels avx512 = KERNELS;
+#include "kernels.h"
+static const Kernels avx512 = KERNELS(dense, tile_floats);
+#if NEW_COMPILER
+#define PAIRS 1
+#include "dense.h"
+static const Kernels avx512_bf16 = KERNELS(dense_pairs, tile_floats_pairs);
+#endif
 #include "forget.h"
 #endif
 
-enum { LEVEL_NONE = 0, LEVEL_AVX2 = 1, LEVEL_AVX_VNNI = 2, LEVEL_AVX512_VNNI = 3 };
+enum { LEVEL_NONE = 0, LEVEL_AVX2 = 1, LEVEL_AVX_VNNI = 2, LEVEL_AVX512_VNNI = 3, LEVEL_AVX512_BF16 = 4 };
 
 // Return whether this processor runs the kernels of `level`.
 EXPORT int headrace_supports(int level) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
     unsigned a = 0, b = 0, c = 0, d = 0;
     switch (level) {
     case LEVEL_AVX2: return has_avx2;
-#ifdef HAS_AVX_VNNI
+#if NEW_COMPILER
     case LEVEL_AVX_VNNI: return has_avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
 #endif
-    case LEVEL_AVX512_VNNI:
-        return has_avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+    case LEVEL_AVX512_VNNI: return has_avx512;
+#if NEW_COMPILER
+    case LEVEL_AVX512_BF16: return has_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+#endif
     }
 #endif
     return level == LEVEL_NONE;
@@ -111,37 +125,40 @@ EXPORT int headrace_supports(int level) {
 static const Kernels *kernels_of(int level) {
 #if defined(__x86_64__)
     if (level == LEVEL_AVX2) return &avx2;
-#ifdef HAS_AVX_VNNI
+#if NEW_COMPILER
     if (level == LEVEL_AVX_VNNI) return &avxvnni;
 #endif
     if (level == LEVEL_AVX512_VNNI) return &avx512;
+#if NEW_COMPILER
+    if (level == LEVEL_AVX512_BF16) return &avx512_bf16;
+#endif
 #endif
     return NULL;
 }
 
 // Instruction set of the fastest kernels that this processor runs; 0 for none.
 EXPORT int headrace_best_level(void) {
-    int level = LEVEL_AVX512_VNNI;
+    int level = LEVEL_AVX512_BF16;
     while (!headrace_supports(level)) level--;
     return level;
 }
+
+enum { CODES, SCALES, SUMS, HALVES, FLOATS, NORMED, WIDE_ROWS, BUFFERS };
 
 // Threads, kernels, and memory that operations use over again. One operation runs at a time.
 typedef struct {
     const Kernels *kernels;
     Pool *pool;
     int threads;
-    char *buffers[6];
-    size_t sizes[6];
+    char *buffers[BUFFERS];
+    size_t sizes[BUFFERS];
     Scratch *scratch; // of each thread
 } Context;
-
-enum { CODES, SCALES, SUMS, HALVES, NORMED, WIDE_ROWS };
 
 EXPORT void headrace_close(Context *c) {
     if (!c) return;
     if (c->pool) pool_close(c->pool);
-    for (int i = 0; i < 6; i++) free(c->buffers[i]);
+    for (int i = 0; i < BUFFERS; i++) free(c->buffers[i]);
     for (int i = 0; c->scratch && i < c->threads; i++) free(c->scratch[i].all);
     free(c->scratch);
     free(c);
@@ -214,6 +231,8 @@ static void do_rows(void *argument, int chunk, int worker) {
             x = normed;
         }
         if (j->reads & READS_CODES) j->c->kernels->quantise(x, &j->a, row, j->rows);
+        if (j->reads & (READS_FLOATS | READS_HALVES))
+            j->c->kernels->tile_floats(x, &j->a, row, j->rows, j->reads & READS_HALVES);
     }
 }
 
@@ -226,9 +245,12 @@ static int prepare_rows(RowsJob *j) {
         j->a.halves = buffer(j->c, HALVES, rows * groups * 8);
         if (!j->a.codes || !j->a.scales || !j->a.sums || !j->a.halves) return -1;
     }
+    if (j->reads & (READS_FLOATS | READS_HALVES)) {
+        j->a.floats = buffer(j->c, FLOATS, rows * (((size_t)j->a.ins + 1) / 2 * 2) * 4);
+        if (!j->a.floats) return -1;
+    }
     j->chunks = chunks_of(j->c, j->rows, 1);
     pool_run(j->c->pool, do_rows, j, j->chunks);
-    j->a.floats = j->weight ? j->normed : j->added ? j->sum : j->x;
     return 0;
 }
 
@@ -243,23 +265,33 @@ typedef struct {
     int rows, adds, blocks, chunks;
 } ProductJob;
 
+// Return how many blocks of outputs a matrix has.
+static int blocks_of(const Matrix *m) {
+    int outs = m->scale >= DENSE_BF16 ? STRIP : LANES;
+    return (m->outs + outs - 1) / outs;
+}
+
 static void do_product(void *argument, int chunk, int worker) {
     ProductJob *j = argument;
     (void)worker;
     int from = edge(j->blocks, j->chunks, chunk), to = edge(j->blocks, j->chunks, chunk + 1), before = 0, outs = 0;
     for (int i = 0; i < j->l->count; i++) {
         const Matrix *m = j->l->matrices + i;
-        int blocks = (m->outs + LANES - 1) / LANES;
-        for (int b = from > before ? from : before; b < to && b < before + blocks; b++)
-            j->c->kernels->block(m, b - before, j->a, j->rows, j->l->bias ? j->l->bias + outs : NULL, j->y + outs,
-                                 j->stride, j->adds);
+        const float *bias = j->l->bias ? j->l->bias + outs : NULL;
+        int blocks = blocks_of(m), first = from > before ? from - before : 0;
+        int last = to < before + blocks ? to - before : blocks;
+        if (m->scale >= DENSE_BF16 && first < last)
+            j->c->kernels->dense(m, first, last, j->a, j->rows, bias, j->y + outs, j->stride, j->adds);
+        else
+            for (int b = first; b < last; b++)
+                j->c->kernels->block(m, b, j->a, j->rows, bias, j->y + outs, j->stride, j->adds);
         before += blocks, outs += m->outs;
     }
 }
 
 static void multiply(Context *c, const Linear *l, const Activations *a, int rows, float *y, int adds) {
     ProductJob j = {c, l, a, y, (size_t)l->outs, rows, adds, 0, 0};
-    for (int i = 0; i < l->count; i++) j.blocks += (l->matrices[i].outs + LANES - 1) / LANES;
+    for (int i = 0; i < l->count; i++) j.blocks += blocks_of(l->matrices + i);
     j.chunks = chunks_of(c, j.blocks, 6);
     pool_run(c->pool, do_product, &j, j.chunks);
 }
@@ -292,7 +324,7 @@ typedef struct {
     const Heads *h;
     const Step *step;
     const float *q_norm, *k_norm;
-    uint16_t *kv;
+    void *kv;
     float *qkv, *o; // [tokens][(heads + 2 kv_heads) * head_dim], [tokens][heads * head_dim]
     int layer, chunks;
     _Atomic int failed;
@@ -303,12 +335,13 @@ static void do_places(void *argument, int chunk, int worker) {
     (void)worker;
     size_t width = (size_t)(j->h->heads + 2 * j->h->kv_heads) * j->h->head_dim;
     for (int n = edge(j->step->tokens, j->chunks, chunk); n < edge(j->step->tokens, j->chunks, chunk + 1); n++)
-        j->c->kernels->place(j->h, j->step, j->layer, n, j->q_norm, j->k_norm, j->kv, j->qkv + (size_t)n * width);
+        j->c->kernels->place[j->h->kv_floats](j->h, j->step, j->layer, n, j->q_norm, j->k_norm, j->kv,
+                                              j->qkv + (size_t)n * width);
 }
 
 // Grow one thread's memory for `queries` rows of scores of `wide` positions in `pages` pages.
 static int grow(Scratch *s, size_t queries, size_t size, size_t wide, size_t pages) {
-    size_t rows = queries * size * 4, scores = queries * wide * 4, keys = LANES * size * 2;
+    size_t rows = queries * size * 4, scores = queries * wide * 4, keys = LANES * size * 4;
     size_t bytes = 2 * rows + queries * 4 + scores + keys + pages * sizeof(void *) + 6 * 64;
     if (s->bytes < bytes) {
         free(s->all);
@@ -322,8 +355,8 @@ static int grow(Scratch *s, size_t queries, size_t size, size_t wide, size_t pag
     s->results = (float *)at, at += (rows + 63) / 64 * 64;
     s->inverse = (float *)at, at += (queries * 4 + 63) / 64 * 64;
     s->scores = (float *)at, at += (scores + 63) / 64 * 64;
-    s->keys = (uint16_t *)at, at += (keys + 63) / 64 * 64;
-    s->pages = (const uint16_t **)at;
+    s->keys = at, at += (keys + 63) / 64 * 64;
+    s->pages = (const void **)at;
     return 0;
 }
 
@@ -345,8 +378,8 @@ static void do_attention(void *argument, int chunk, int worker) {
         for (int skip = 0; skip < block->count; skip += step) {
             int count = block->count - skip < step ? block->count - skip : step;
             size_t token = (size_t)block->token + skip;
-            j->c->kernels->attend(h, j->step, block, skip, count, unit % h->kv_heads, j->kv, j->qkv + token * width,
-                                  j->o + token * out, s);
+            j->c->kernels->attend[h->kv_floats](h, j->step, block, skip, count, unit % h->kv_heads, j->kv,
+                                                j->qkv + token * width, j->o + token * out, s);
         }
     }
 }
@@ -361,7 +394,7 @@ static int attend(AttentionJob *j) {
 
 // Rotate queries and keys, store keys and values, and attend. `qkv` is overwritten.
 EXPORT int headrace_attend_with(Context *c, const Heads *h, const Step *step, int layer, const float *q_norm,
-                                const float *k_norm, uint16_t *kv, float *qkv, float *o) {
+                                const float *k_norm, void *kv, float *qkv, float *o) {
     AttentionJob j = {.c = c, .h = h, .step = step, .q_norm = q_norm, .k_norm = k_norm, .kv = kv, .qkv = qkv,
                       .o = o, .layer = layer};
     return attend(&j);
@@ -370,7 +403,7 @@ EXPORT int headrace_attend_with(Context *c, const Heads *h, const Step *step, in
 // The first half of a layer up to the product of the attention's result: norm, product, rotation and attention.
 EXPORT int headrace_attend(Context *c, const Heads *h, const Step *step, int layer, const float *x,
                            const float *added, float *sum, const float *norm, const Linear *l, const float *q_norm,
-                           const float *k_norm, uint16_t *kv, float *o, int rows) {
+                           const float *k_norm, void *kv, float *o, int rows) {
     float *qkv = buffer(c, WIDE_ROWS, (size_t)rows * l->outs * 4), *normed = buffer(c, NORMED, (size_t)rows * l->ins * 4);
     if (!qkv || !normed) return -1;
     RowsJob j = {.c = c, .x = x, .added = added, .sum = sum, .weight = norm, .eps = h->eps, .normed = normed,

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 enum { LANES = 16, GROUP = 32, SUPER_GROUPS = 8 }; // outputs of a block, inputs of a group, groups of a super-block
+enum { STRIP = 32, PANEL = 256 };                  // of dense matrices: outputs of a block, inputs that are summed together
 enum { AHEAD = 4096 }; // bytes of codes to ask memory for ahead of their use
 
 // How the scales of a matrix lie in memory, for each block of 16 outputs. G is its number of groups of 32 inputs.
@@ -17,7 +18,8 @@ enum ScaleKind {
     SCALE_F32_MIN = 3,  // [G / shared][2][16] scales, then minima, float32
     SCALE_K_MIN = 4,    // [G][2][16] factors of scale and minimum, uint8; supers [G / 8][2][16] their units, float16
     SCALE_K16 = 5,      // [G][2][16] factors of each 16 inputs, int8; supers [G / 8][16] their unit, float16
-    SCALE_NONE = 6,     // bfloat16 weights [in][16]
+    DENSE_BF16 = 6,     // no codes but the weights themselves
+    DENSE_F32 = 7,
 };
 
 // One matrix, packed in blocks of 16 outputs. Codes of a block: [G][64 * bits] bytes. A vector of 64 bytes holds four
@@ -26,7 +28,7 @@ enum ScaleKind {
 // inputs 4j... With 6 bits two more hold two bits each. With 8 bits there are eight plain vectors.
 typedef struct {
     int32_t outs, ins;
-    int32_t bits;   // 4, 5, 6, 8; 16 for bfloat16
+    int32_t bits;   // 4, 5, 6, 8; 16 and 32 for dense weights
     int32_t scale;  // a ScaleKind
     int32_t zero;   // code that stands for zero
     int32_t shared; // groups of 32 that share a scale, for SCALE_F32 and SCALE_F32_MIN
@@ -36,17 +38,17 @@ typedef struct {
 // Matrices of the same inputs, one above the other.
 typedef struct {
     int32_t count, outs, ins;
-    int32_t reads; // READS_CODES, READS_FLOATS or both
+    int32_t reads; // READS_CODES, READS_FLOATS, READS_HALVES: what its kinds of matrices multiply by; not both of the last
     const Matrix *matrices;
     const float *bias; // [outs] or NULL
 } Linear;
 
-enum { READS_CODES = 1, READS_FLOATS = 2 };
+enum { READS_CODES = 1, READS_FLOATS = 2, READS_HALVES = 4 };
 
-// Rows of activations for products: float32, and their 8-bit codes in groups of 32. Codes and what belongs to them lie
-// in tiles of rows, one after the other; R is the number of a tile's rows.
+// Rows of activations for products: float32, and their 8-bit codes in groups of 32. Codes and what belongs to them, and
+// the floats for dense matrices, lie in tiles of rows, one after the other; R is the number of a tile's rows.
 typedef struct {
-    const float *floats; // [rows][ins]
+    float *floats;       // [ins, made even][R]; rounded to bfloat16 for such weights, in words of two if the kernels do so
     int8_t *codes;       // [G][R][32]
     float *scales;       // [G][R]
     float *sums;         // [G][R]: scale * sum of the group's codes
@@ -76,6 +78,7 @@ typedef struct {
 // One kind of attention.
 typedef struct {
     int32_t heads, kv_heads, head_dim, page_size;
+    int32_t kv_floats; // whether keys and values are float32, not bfloat16
     int64_t window; // 0 for none
     float scale, eps;
     const float *cos, *sin; // [positions][head_dim / 2]

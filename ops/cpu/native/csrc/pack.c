@@ -30,6 +30,8 @@ static inline uint16_t to_bf16(float value) {
     return (word & 0x7f800000) == 0x7f800000 ? 0 : (uint16_t)(word >> 16);
 }
 
+static inline float finite_or_0(float value) { return value - value == 0 ? value : 0; }
+
 // Codes of one group of 32 and what its scales are made of, as a GGUF file has them.
 typedef struct {
     uint8_t code[GROUP];
@@ -189,22 +191,43 @@ EXPORT void headrace_pack_codes(const Matrix *m, const uint8_t *values, const fl
     }
 }
 
-// Pack a bfloat16 matrix [outs][ins].
-EXPORT void headrace_pack_plain(const Matrix *m, const uint16_t *values) {
-    uint16_t *codes = (uint16_t *)m->codes;
-    for (int o = 0; o < m->outs; o++)
-        for (int k = 0; k < m->ins; k++)
-            codes[((size_t)(o / LANES) * m->ins + k) * LANES + o % LANES] = values[(size_t)o * m->ins + k];
+// Pack a dense matrix [outs][ins], bfloat16 or float32, into one whose memory is zero. Both are a matter of words: a
+// block is the transpose of its outputs, in words of one float32 or of two neighbouring bfloat16.
+EXPORT void headrace_pack_dense(const Matrix *m, const void *values) {
+    int each = 32 / m->bits, words = m->ins / each, odd = m->ins % each, per_block = (m->ins + 1) / 2 * 2 / each;
+    for (int first = 0; first < m->outs; first += STRIP) {
+        uint32_t *block = (uint32_t *)m->codes + (size_t)first / STRIP * per_block * STRIP;
+        int outs = m->outs - first < STRIP ? m->outs - first : STRIP;
+        for (int from = 0; from < words; from += LANES) {
+            int to = words - from < LANES ? words : from + LANES;
+            for (int o = 0; o < outs; o++) {
+                const uint8_t *row = (const uint8_t *)values + (size_t)(first + o) * m->ins * m->bits / 8;
+                uint32_t line[LANES];
+                memcpy(line, row + (size_t)from * 4, (size_t)(to - from) * 4);
+                for (int i = from; i < to; i++) block[(size_t)i * STRIP + o] = line[i - from];
+            }
+        }
+        for (int o = 0; odd && o < outs; o++) {
+            uint16_t last;
+            memcpy(&last, (const uint8_t *)values + ((size_t)(first + o + 1) * m->ins - 1) * 2, 2);
+            block[(size_t)words * STRIP + o] = last;
+        }
+    }
 }
 
 // Write row `o` of a matrix, in float32.
 static void read_row(const Matrix *m, int o, float *y) {
-    int block = o / LANES, lane = o % LANES, groups = m->ins / GROUP;
-    if (m->scale == SCALE_NONE) {
-        const uint16_t *w = (const uint16_t *)m->codes + (size_t)block * m->ins * LANES + lane;
-        for (int k = 0; k < m->ins; k++) y[k] = from_bf16(w[(size_t)k * LANES]);
+    if (m->scale >= DENSE_BF16) {
+        int each = 32 / m->bits, per_block = (m->ins + 1) / 2 * 2 / each;
+        const uint32_t *w = (const uint32_t *)m->codes + (size_t)(o / STRIP) * per_block * STRIP + o % STRIP;
+        for (int k = 0; k < m->ins; k++) {
+            uint32_t word = w[(size_t)(k / each) * STRIP];
+            if (each == 2) word = k % 2 ? word & 0xffff0000 : word << 16;
+            memcpy(y + k, &word, 4);
+        }
         return;
     }
+    int block = o / LANES, lane = o % LANES, groups = m->ins / GROUP;
     for (int g = 0; g < groups; g++, y += GROUP) {
         size_t at = (size_t)block * groups + g, super = (size_t)block * (groups / SUPER_GROUPS) + g / SUPER_GROUPS;
         const uint8_t *codes = m->codes + at * 64 * m->bits, *factors = m->scales + at * 32 + lane;

@@ -87,28 +87,6 @@ INLINE void NAME(tile)(const Matrix *m, int block, const Activations *a, int row
     }
 }
 
-// The same for bfloat16 weights and float32 activations: four sums of every fourth input, then the sum of these.
-INLINE void NAME(plain_tile)(const Matrix *m, int block, const Activations *a, int row, vf *y, const int R) {
-    const uint16_t *w = (const uint16_t *)m->codes + (size_t)block * m->ins * LANES;
-    const float *x = a->floats + (size_t)row * a->ins;
-    vf sums[8][4];
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int i = 0; i < 4; i++) sums[r][i] = NAME(vf_set1)(0);
-    int k = 0;
-    for (; k + 4 <= m->ins; k += 4)
-        UNROLL for (int i = 0; i < 4; i++) {
-            vf column = NAME(vf_bf16)(w + (size_t)(k + i) * LANES);
-            UNROLL for (int r = 0; r < R; r++)
-                sums[r][i] = NAME(vf_fma)(column, NAME(vf_set1)(x[(size_t)r * a->ins + k + i]), sums[r][i]);
-        }
-    for (; k < m->ins; k++)
-        UNROLL for (int r = 0; r < R; r++)
-            sums[r][0] = NAME(vf_fma)(NAME(vf_bf16)(w + (size_t)k * LANES),
-                                      NAME(vf_set1)(x[(size_t)r * a->ins + k]), sums[r][0]);
-    UNROLL for (int r = 0; r < R; r++)
-        y[r] = NAME(vf_add)(NAME(vf_add)(sums[r][0], sums[r][1]), NAME(vf_add)(sums[r][2], sums[r][3]));
-}
-
 #define TILES(R) \
     static TARGET __attribute__((noinline)) void NAME(tile_##R)(const Matrix *m, int block, const Activations *a, int row, vf *y) { \
         switch (m->scale) {                                                                                 \
@@ -134,7 +112,6 @@ INLINE void NAME(plain_tile)(const Matrix *m, int block, const Activations *a, i
             else NAME(tile)(m, block, a, row, y, 5, SCALE_K_MIN, R);                                        \
             return;                                                                                         \
         case SCALE_K16: NAME(tile)(m, block, a, row, y, 6, SCALE_K16, R); return;                           \
-        default: NAME(plain_tile)(m, block, a, row, y, R); return;                                          \
         }                                                                                                   \
     }
 TILES(1)

@@ -111,31 +111,3 @@ static TARGET void NAME(rotate)(float *restrict x, float *restrict y, const floa
         y[i] = b * cos[i] + a * sin[i];
     }
 }
-
-// Rotate the queries and keys of one token, scale the queries, and store the keys and values in their page.
-static TARGET void NAME(place)(const Heads *h, const Step *step, int layer, int token, const float *q_norm,
-                               const float *k_norm, uint16_t *kv, float *qkv) {
-    int size = h->head_dim, half = size / 2, keys = h->kv_heads;
-    const float *cos = h->cos + step->positions[token] * half, *sin = h->sin + step->positions[token] * half;
-    for (int head = 0; head < h->heads + keys; head++) {
-        float *x = qkv + (size_t)head * size;
-        const float *weight = head < h->heads ? q_norm : k_norm;
-        if (weight) NAME(norm)(x, weight, size, h->eps, x);
-        NAME(rotate)(x, x + half, cos, sin, half);
-        if (head < h->heads)
-            for (int i = 0; i < size; i++) x[i] *= h->scale;
-    }
-    const float *new = qkv + (size_t)h->heads * size;
-    if (step->given && step->given[2 * token])
-        new = (const float *)(intptr_t)(step->given[2 * token] + layer * step->given[2 * token + 1]);
-    int64_t page = step->slots[token] / h->page_size, place = step->slots[token] % h->page_size;
-    uint16_t *first = kv + (size_t)page * 2 * keys * size * h->page_size;
-    for (int head = 0; head < keys; head++) {
-        uint16_t *key = first + (size_t)head * size * h->page_size + place;
-        uint16_t *value = first + ((size_t)(keys + head) * h->page_size + place) * size;
-        for (int i = 0; i < size; i++) {
-            key[(size_t)i * h->page_size] = to_bf16(new[head * size + i]);
-            value[i] = to_bf16(new[(keys + head) * size + i]);
-        }
-    }
-}

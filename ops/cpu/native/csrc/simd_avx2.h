@@ -29,6 +29,15 @@ INLINE vf NAME(vf_bf16)(const uint16_t *p) {
     __m256i b = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 8)));
     return (vf){_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
 }
+INLINE vf NAME(vf_low)(const uint8_t *p) { // bfloat16 in the low halves of words
+    __m256i a = _mm256_loadu_si256((const __m256i *)p), b = _mm256_loadu_si256((const __m256i *)(p + 32));
+    return (vf){_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+}
+INLINE vf NAME(vf_high)(const uint8_t *p) {
+    __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000));
+    return (vf){_mm256_and_ps(_mm256_loadu_ps((const float *)p), mask),
+                _mm256_and_ps(_mm256_loadu_ps((const float *)(p + 32)), mask)};
+}
 INLINE vf NAME(vf_u8)(const uint8_t *p) {
     __m128i all = _mm_loadu_si128((const __m128i *)p);
     return (vf){_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(all)),
