@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,9 +24,10 @@ from headrace.engine.scheduling.request import Request
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.lora import CpuAdapterOps
+from headrace.ops.cpu.native.library import Context, library
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel
 
-__all__ = ["ModelUnderTest", "capacity", "request"]
+__all__ = ["OPERATIONS", "ModelUnderTest", "capacity", "request"]
 
 
 def capacity(vocab_size: int, **changes: int) -> Capacity:
@@ -39,6 +41,13 @@ def request(ids: Sequence[int], count: int, sampling: Sampling | None = None) ->
     return Request(Asked(limit=len(ids) + count, sampling=sampling or Sampling()), list(ids))
 
 
+OPERATIONS = [
+    pytest.param(False, id="torch"),
+    pytest.param(True, id="native", marks=pytest.mark.skipif(library() is None, reason="no compiled kernels")),
+]
+"""Values of `native`, for parameters of tests."""
+
+
 class ModelUnderTest:
     """A decoder with a cache and a row table of its own, fed with tokens that are known beforehand."""
 
@@ -49,19 +58,22 @@ class ModelUnderTest:
         self._decoder, self._ops, self._kv, self._capacity = decoder, ops, kv, size
 
     @classmethod
-    def load(cls, folder: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> tuple[DecoderSpec, ModelUnderTest]:
+    def load(
+        cls, folder: Path, dtype: torch.dtype = torch.float32, *, native: bool = False, **sizes: int
+    ) -> tuple[DecoderSpec, ModelUnderTest]:
         """Open a folder by the package's own loader."""
         spec = from_hf(read_hf_config(folder))
         weights = load_weights(folder, spec, dtype=dtype, device="cpu")
-        return spec, cls.make(spec, weights, dtype, capacity(spec.vocab_size, **sizes))
+        return spec, cls.make(spec, weights, dtype, capacity(spec.vocab_size, **sizes), native=native)
 
     @classmethod
-    def open_gguf(cls, path: Path, dtype: torch.dtype, keep_packed: bool) -> ModelUnderTest:
+    def open_gguf(cls, path: Path, dtype: torch.dtype, *, keep_packed: bool, native: bool = False) -> ModelUnderTest:
         """Open a GGUF file, with pages of the default size."""
         with GgufFile(path) as file:
             spec = file.spec()
             weights = load_weights(file, spec, dtype=dtype, device="cpu", keep_packed=keep_packed)
-        return cls.make(spec, weights, dtype, capacity(spec.vocab_size, page_size=16, max_context=512))
+        size = capacity(spec.vocab_size, page_size=16, max_context=512)
+        return cls.make(spec, weights, dtype, size, native=native)
 
     @classmethod
     def make(
@@ -71,9 +83,13 @@ class ModelUnderTest:
         dtype: torch.dtype,
         size: Capacity,
         products: Sequence[CpuKernel] = PRODUCTS,
+        *,
+        native: bool = False,
     ) -> ModelUnderTest:
-        """Multiply by loaded weights with the kernels of `products`."""
-        ops = cpu_ops(spec, page_size=size.page_size, max_positions=size.max_context, dtype=dtype, products=products)
+        """Compute with loaded weights by the operations in C, or by torch's and the kernels of `products`."""
+        context = Context(1) if native else None
+        sizes = {"page_size": size.page_size, "max_positions": size.max_context}
+        ops = cpu_ops(spec, **sizes, dtype=dtype, products=products, context=context)
         kv = next(iter(ops.values())).allocate_kv(spec.num_layers, size.num_pages)
         return cls(Decoder(spec, weights, ops), ops, kv, size)
 

@@ -92,6 +92,7 @@ class CpuAdapterOps:
 
     def embed(self, x_NE: Tensor, tokens_N: Tensor) -> Tensor:
         """Add the embeddings' updates to `x_NE`, put in the embeddings of virtual tokens, and return it."""
+        x_NE = self._ops.embed(x_NE, tokens_N)
         for updates, tokens, positions_M in self._users:
             if updates.embedding is not None:
                 a_VR, b_RE = updates.embedding

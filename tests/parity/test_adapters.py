@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
-from model_driver import ModelUnderTest
+from model_driver import OPERATIONS, ModelUnderTest
 from torch import Tensor
 
 from headrace.adapters.files import read_adapter
@@ -68,10 +68,10 @@ def base() -> Any:
     return model
 
 
-@pytest.fixture
-def tested(base: Any, tmp_path: Path) -> ModelUnderTest:
+@pytest.fixture(params=OPERATIONS)
+def tested(request: pytest.FixtureRequest, base: Any, tmp_path: Path) -> ModelUnderTest:
     base.save_pretrained(tmp_path / "base")
-    _, tested = ModelUnderTest.load(tmp_path / "base", num_pages=600, max_rows=40)
+    _, tested = ModelUnderTest.load(tmp_path / "base", native=request.param, num_pages=600, max_rows=40)
     tested.bank = CpuBank(40, 40, torch.float32)
     return tested
 
@@ -177,11 +177,12 @@ def test_trained_on_the_model_without_its_head(base: Any, tested: ModelUnderTest
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_activations_in_bfloat16(base: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", OPERATIONS)
+def test_in_bfloat16(native: bool, base: Any, tmp_path: Path) -> None:
     """Adapters of every kind side by side, their updates in float32."""
     base.save_pretrained(tmp_path / "base")
-    _, tested = ModelUnderTest.load(tmp_path / "base", torch.bfloat16, num_pages=200, max_rows=20)
-    tested.bank = CpuBank(len(KINDS), 20, torch.bfloat16)
+    _, tested = ModelUnderTest.load(tmp_path / "base", torch.bfloat16, native=native, num_pages=200, max_rows=20)
+    tested.bank = CpuBank(len(KINDS), 20, torch.float32 if native else torch.bfloat16)
     ids, wanted = sequence(1), []
     for slot, kind in enumerate(KINDS):
         wanted.append(adapted(base, kind, KINDS[kind], tmp_path / str(slot), ids, seed=2))

@@ -11,7 +11,7 @@ import anyio
 import pytest
 import torch
 import transformers
-from model_driver import ModelUnderTest
+from model_driver import OPERATIONS, ModelUnderTest
 from torch import Tensor
 
 from headrace.engine import Engine, InvalidParams, SamplingParams
@@ -205,10 +205,11 @@ CUTS = {
 }
 
 
-def test_logits_equal_those_of_transformers_for_any_cut(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("native", OPERATIONS)
+def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: bool, tmp_path: Path) -> None:
     model, sequences, expected = reference(family)
     model.save_pretrained(tmp_path)
-    spec, tested = ModelUnderTest.load(tmp_path)
+    spec, tested = ModelUnderTest.load(tmp_path, native=native)
     windowed = "window" in family and "no window" not in family
     first, last = (1, 1) if "middle" in family else (1, 2) if "later" in family else (0, 2)
     windows = tuple(WINDOW if windowed and first <= layer <= last else None for layer in range(3))

@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 import torch
-from model_driver import ModelUnderTest
+from model_driver import OPERATIONS, ModelUnderTest
 from torch import Tensor
 
 from headrace.engine import Engine, SamplingParams
@@ -38,9 +38,10 @@ def exact(smollm2: Path, ids: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "4-bit"])
-def test_logits_stay_close_to_float32(smollm2: Path, ids: list[int], exact: Tensor, packed: bool) -> None:
+@pytest.mark.parametrize("native", OPERATIONS)
+def test_logits_stay_close_to_float32(smollm2: Path, ids: list[int], exact: Tensor, packed: bool, native: bool) -> None:
     """In one piece, and in steps of few tokens, which multiply the 4-bit weights directly."""
-    tested = ModelUnderTest.open_gguf(smollm2, torch.bfloat16, keep_packed=packed)
+    tested = ModelUnderTest.open_gguf(smollm2, torch.bfloat16, keep_packed=packed, native=native)
     for chunk in (len(ids), 4):
         found = tested.logits([ids], chunk)[0]
         cosine = torch.nn.functional.cosine_similarity(found, exact, dim=-1)

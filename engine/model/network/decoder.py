@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.network.layers import FEEDS, MIXERS, Feed, Feeds, Mixer, Mixers
-from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step, Table
+from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, ReadableHead, Step, Table
 from headrace.engine.model.shared.load_threads import Each
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.ops.formats import Dense, Stored
@@ -131,11 +131,21 @@ class _StoredRows:
         return self._weight.rows(ids_N, torch.float32)
 
 
+class _HeadRows:
+    """Rows of a packed head."""
+
+    def __init__(self, head: ReadableHead) -> None:
+        self._head = head
+
+    def __getitem__(self, ids_N: Tensor, /) -> Tensor:
+        return self._head.read_rows(ids_N)
+
+
 def _table(weights: DecoderWeights, head: object) -> Table:
     """Return the embeddings: a tied head if it hands out rows, so that there is no second copy, else as they are."""
     embedding = weights.embedding
-    if embedding is weights.head and isinstance(head, Table):
-        return head
+    if embedding is weights.head and isinstance(head, ReadableHead):
+        return _HeadRows(head)
     return weights.embedding_VE if isinstance(embedding.format, Dense) else _StoredRows(embedding)
 
 

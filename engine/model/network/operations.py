@@ -14,7 +14,7 @@ from torch import Tensor
 from headrace.ops.formats import Stored
 from headrace.ops.stream import Activation, HeadNorms, Stream
 
-__all__ = ["BlockOps", "DeviceOps", "Kv", "Packed", "Step", "Table"]
+__all__ = ["BlockOps", "DeviceOps", "Kv", "Packed", "ReadableHead", "Step", "Table"]
 
 Packed = TypeVar("Packed")
 Step = TypeVar("Step")
@@ -24,11 +24,19 @@ _Step = TypeVar("_Step", contravariant=True)
 _Kv = TypeVar("_Kv", contravariant=True)
 
 
-@runtime_checkable
 class Table(Protocol):
     """Protocol of embeddings: a tensor [V, E], or something else that hands out its rows."""
 
     def __getitem__(self, ids_N: Tensor, /) -> Tensor:
+        """Return the rows `ids_N` (int32 or int64), [N, E]."""
+        ...
+
+
+@runtime_checkable
+class ReadableHead(Protocol):
+    """Protocol of a packed head that hands out its rows: the embeddings of a model that ties the two."""
+
+    def read_rows(self, ids_N: Tensor) -> Tensor:
         """Return the rows `ids_N` (int32 or int64), [N, E]."""
         ...
 

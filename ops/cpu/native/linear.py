@@ -107,8 +107,8 @@ class NativeLinear:
         """Bytes of the packed weight, without the bias."""
         return sum(tensor.nbytes for kept in self._kept for tensor in kept)
 
-    def __getitem__(self, ids_N: Tensor) -> Tensor:
-        """Return the rows `ids_N` (int64) of a weight of one matrix, float32 [N, in]."""
+    def read_rows(self, ids_N: Tensor) -> Tensor:
+        """Return the rows `ids_N` (int32 or int64) of a weight of one matrix, float32 [N, in]."""
         assert len(self._kept) == 1
         ids_N = ids_N.long().contiguous()
         rows_NI = torch.empty(len(ids_N), self.ins)

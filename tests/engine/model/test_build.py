@@ -20,8 +20,10 @@ from headrace.engine import DeviceUnavailable, Engine, InvalidParams, ModelRejec
 from headrace.engine.config import EngineConfig
 from headrace.engine.life.build import open_engine
 from headrace.engine.life.opened import Opened
+from headrace.engine.model.cpu import sizing
 from headrace.engine.model.shared.memory import return_freed_memory
 from headrace.ops.cpu.kv import CpuKv
+from headrace.ops.cpu.native.library import library
 
 PAGE = tiny_models.PAGE_BYTES
 HEAD_ELEMENTS = 96 * 32
@@ -103,16 +105,29 @@ def test_more_than_the_machine_has_is_refused_before_the_weights_are_loaded(
     assert (caught.value.field, caught.value.value, caught.value.limit) == ("kv_memory", 5 * PAGE, 4 * PAGE)
 
 
-@pytest.mark.parametrize(("tied", "dtype"), [(False, "bfloat16"), (False, "float32"), (True, "bfloat16")])
+@pytest.mark.parametrize(
+    ("native", "tied", "dtype", "copies"),
+    [
+        (False, False, "bfloat16", 3),  # a head in bfloat16 is kept twice: packed, and in rows
+        (False, False, "float32", 2),
+        (False, True, "bfloat16", 2),  # a tied one's rows are the table of embeddings
+        (True, False, "bfloat16", 2),
+        (True, True, "bfloat16", 1),  # the packed one is the table
+        (True, True, "float32", 1),
+    ],
+)
 def test_what_the_weights_take_is_no_memory_for_keys_and_values(
-    tied: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    native: bool, tied: bool, dtype: str, copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head in bfloat16 is kept twice: packed, and in rows; a tied one's rows are the table of embeddings."""
+    if not native:
+        monkeypatch.setattr(sizing, "library", lambda: None)
+    elif library() is None:
+        pytest.skip("no compiled kernels")
     folder = tiny_models.random_folder(tmp_path, tie_word_embeddings=tied)
     device = opened(folder, dtype=dtype, kv_memory=PAGE)
-    copies = {(False, "bfloat16"): 3, (False, "float32"): 2, (True, "bfloat16"): 2}[tied, dtype]
     ends = [part for part in device.info.weights if part.part in ("embedding", "head")]
-    assert sum(part.nbytes for part in ends) >= copies * HEAD_ELEMENTS * (2 if dtype == "bfloat16" else 4)
+    nbytes = HEAD_ELEMENTS * (2 if dtype == "bfloat16" else 4)
+    assert copies * nbytes <= sum(part.nbytes for part in ends) < (copies + 0.5) * nbytes
     weights = device.info.weight_bytes
     monkeypatch.setattr(
         "headrace.engine.model.cpu.sizing.free_host_bytes", lambda: weights + 8 * 3 * device.info.page_bytes

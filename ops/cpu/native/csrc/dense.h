@@ -19,32 +19,24 @@
 #endif
 #define DENSE_INLINE static inline __attribute__((always_inline)) DENSE_TARGET
 
-// Round to bfloat16, to even.
-DENSE_INLINE uint32_t DENSE(rounded)(float value) {
-    uint32_t word;
-    memcpy(&word, &value, 4);
-    uint32_t near = word + 0x7fff + (word >> 16 & 1);
-    return (word & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : near & 0xffff0000; // NaN stays NaN
-}
-
-// Copy row `row` of `rows` to its places in the tiles, rounded to bfloat16 if `halves`.
+// Copy row `row` of `rows` to its places in the tiles, rounded to bfloat16 if `halves`: to even, NaN to NaN.
 static DENSE_TARGET void DENSE(tile_floats)(const float *x, const Activations *a, int row, int rows, int halves) {
     int count, start = tile_start(row, rows, DENSE_ROWS, &count), even = (a->ins + 1) / 2 * 2;
-    float *y = a->floats + (size_t)start * even + (row - start);
-    if (PAIRS && halves) {
-        uint32_t *pairs = (uint32_t *)(a->floats + (size_t)start * even) + (row - start);
-        for (int i = 0; i + 2 <= a->ins; i += 2)
-            pairs[(size_t)(i / 2) * count] = DENSE(rounded)(x[i]) >> 16 | DENSE(rounded)(x[i + 1]);
-        if (a->ins < even) pairs[(size_t)(a->ins / 2) * count] = DENSE(rounded)(x[a->ins - 1]) >> 16;
-        return;
+    uint32_t *at = (uint32_t *)(a->floats + (size_t)start * even) + (row - start);
+    for (int from = 0; from < a->ins; from += PANEL, x += PANEL) {
+        int here = a->ins - from < PANEL ? a->ins - from : PANEL, twos = (here + 1) / 2;
+        uint32_t word[PANEL];
+        memcpy(word, x, (size_t)here * 4);
+        if (here % 2) word[here] = 0;
+        for (int i = 0; halves && i < here; i++) {
+            uint32_t near = (word[i] + 0x7fff + (word[i] >> 16 & 1)) & 0xffff0000;
+            word[i] = (word[i] & 0x7fffffff) > 0x7f800000 ? 0x7fc00000 : near;
+        }
+        if (PAIRS && halves)
+            for (int i = 0; i < twos; i++, at += count) *at = word[2 * i] >> 16 | word[2 * i + 1];
+        else
+            for (int i = 0; i < 2 * twos; i++, at += count) *at = word[i];
     }
-    for (int i = 0; i < a->ins; i++) {
-        uint32_t word;
-        memcpy(&word, x + i, 4);
-        word = halves ? DENSE(rounded)(x[i]) : word;
-        memcpy(y + (size_t)i * count, &word, 4);
-    }
-    if (a->ins < even) y[(size_t)a->ins * count] = 0;
 }
 
 // Input `odd` of two, for the 16 outputs of half `half` of a block.
