@@ -240,9 +240,11 @@ def _sizes(weight: Stored, layout: _Layout, shared: int = 1) -> tuple[int, ...]:
 
 
 def _allocate(weight: Stored, layout: _Layout, shared: int = 1) -> _Matrix:
-    """Return a matrix of zeros."""
+    """Return a matrix of zeros, or of anything where packing writes every byte."""
     outs, ins = weight.shape
-    kept = tuple(torch.zeros(size, dtype=torch.uint8) for size in _sizes(weight, layout, shared))
+    is_filled = layout.scale >= _DENSE_BF16 and outs % _STRIP == 0 and ins % 2 == 0
+    make = torch.empty if is_filled else torch.zeros
+    kept = tuple(make(size, dtype=torch.uint8) for size in _sizes(weight, layout, shared))
     return _Matrix(MatrixStruct(outs, ins, *layout, shared, *(each.data_ptr() for each in kept)), kept)
 
 
