@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from headrace.ops.cpu.lora import CpuAdapterOps
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context, library
 from headrace.ops.cpu.native.linear import as_floats
+from headrace.ops.formats import Stored
 from headrace.ops.paged import DecodeGroup, GivenKv, PagedBatch, PrefillRow
 from headrace.ops.stream import HeadNorms, Stream
 
@@ -28,11 +29,18 @@ def without_autograd() -> Iterator[None]:
         yield
 
 
-def make_ops(page_size: int = 16, window: int | None = None, threads: int = 1, head_dim: int = HEAD_DIM) -> NativeOps:
+def make_ops(
+    page_size: int = 16,
+    window: int | None = None,
+    threads: int = 1,
+    head_dim: int = HEAD_DIM,
+    dtype: torch.dtype = torch.bfloat16,
+) -> NativeOps:
     frequencies = 100.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))
     angles = torch.arange(400)[:, None] * frequencies
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": head_dim, "page_size": page_size}
-    return NativeOps(Context(threads), **sizes, eps=1e-5, cos=angles.cos(), sin=angles.sin(), window=window)
+    tables = {"cos": angles.cos(), "sin": angles.sin()}
+    return NativeOps(Context(threads), **sizes, **tables, eps=1e-5, window=window, dtype=dtype)
 
 
 def table_of(row: int, page_size: int) -> Tensor:
@@ -96,7 +104,7 @@ def truth(row: int, ops: NativeOps) -> Tensor:
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
-    k, v = (x.bfloat16().double().repeat_interleave(HEADS // KV_HEADS, 0) for x in (rotated(k), v))
+    k, v = (x.to(ops.dtype).double().repeat_interleave(HEADS // KV_HEADS, 0) for x in (rotated(k), v))
     at = torch.arange(LENGTH)
     seen = at <= at[:, None]
     if ops.window is not None:
@@ -107,19 +115,24 @@ def truth(row: int, ops: NativeOps) -> Tensor:
 @pytest.mark.parametrize("page_size", [1, 5, 8, 16, 32])
 @pytest.mark.parametrize("window", [None, 1, 20])
 @pytest.mark.parametrize("head_dim", [48, 64, 18])
-def test_attention_is_near_the_truth(page_size: int, window: int | None, head_dim: int) -> None:
-    ops = make_ops(page_size, window, head_dim=head_dim)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_is_near_the_truth(page_size: int, window: int | None, head_dim: int, dtype: torch.dtype) -> None:
+    ops = make_ops(page_size, window, head_dim=head_dim, dtype=dtype)
     expected = truth(3, ops)
     found = run(ops, [[(3, 0, 50), (1, 0, 7)], [(3, 50, 32)], [(3, 82, 1), (1, 7, 1)]])[3]
     # Keys at the edge between two bfloat16 numbers may round to the other one.
-    assert (found - expected).abs().amax() < 2e-3 * expected.abs().amax()
-    assert (found - expected).abs().mean() < 2e-5 * expected.abs().amax()
+    most, mean = (2e-3, 2e-5) if dtype is torch.bfloat16 else (2e-6, 2e-7)
+    assert (found - expected).abs().amax() < most * expected.abs().amax()
+    assert (found - expected).abs().mean() < mean * expected.abs().amax()
 
 
 @pytest.mark.parametrize("page_size", [5, 8, 16])
 @pytest.mark.parametrize("window", [None, 20])
-def test_attention_has_the_same_bits_however_the_tokens_come(page_size: int, window: int | None) -> None:
-    whole = run(make_ops(page_size, window), [[(0, 0, LENGTH)]])[0]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_has_the_same_bits_however_the_tokens_come(
+    page_size: int, window: int | None, dtype: torch.dtype
+) -> None:
+    whole = run(make_ops(page_size, window, dtype=dtype), [[(0, 0, LENGTH)]])[0]
     one_by_one = [[(0, at, 1)] for at in range(LENGTH)]
     chunks = [[(0, 0, 11)], [(0, 11, 1)], [(0, 12, 70)], [(0, 82, 1)]]
     among_others = [
@@ -130,14 +143,15 @@ def test_attention_has_the_same_bits_however_the_tokens_come(page_size: int, win
     ]
     for steps in (one_by_one, chunks, among_others):
         for threads in (1, 3):
-            assert torch.equal(run(make_ops(page_size, window, threads), steps)[0], whole)
+            assert torch.equal(run(make_ops(page_size, window, threads, dtype=dtype), steps)[0], whole)
     if window is not None:  # pages before the window may be left out
-        found = run(make_ops(page_size, window), [[(0, 0, 70)], [(0, 70, 13)]], dropped=50 // page_size)[0]
+        found = run(make_ops(page_size, window, dtype=dtype), [[(0, 0, 70)], [(0, 70, 13)]], dropped=50 // page_size)[0]
         assert torch.equal(found, whole)
 
 
-def test_given_keys_and_values_take_the_place_of_computed_ones() -> None:
-    ops = make_ops()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_given_keys_and_values_take_the_place_of_computed_ones(dtype: torch.dtype) -> None:
+    ops = make_ops(dtype=dtype)
     kv, given = ops.allocate_kv(2, PAGES), torch.randn(2, 3, 2 * KV_HEADS, HEAD_DIM)
     batch = batch_of([(0, 0, LENGTH)], 16)
     batch = PagedBatch(
@@ -146,28 +160,40 @@ def test_given_keys_and_values_take_the_place_of_computed_ones() -> None:
     ops.attend_with(qkv_of(0), None, ops.prepare(batch), kv, 1)
     page, place = table_of(0, 16)[40 // 16], 40 % 16
     keys = kv.pages_LPsKTD[1, page, 0].view(KV_HEADS, HEAD_DIM, 16)[:, :, place]
-    assert torch.equal(keys, given[1, 2, :KV_HEADS].bfloat16())
-    assert torch.equal(kv.pages_LPsKTD[1, page, 1, :, place], given[1, 2, KV_HEADS:].bfloat16())
+    assert torch.equal(keys, given[1, 2, :KV_HEADS].to(dtype))
+    assert torch.equal(kv.pages_LPsKTD[1, page, 1, :, place], given[1, 2, KV_HEADS:].to(dtype))
     ops.close()
 
 
-def test_a_request_gone_wrong_leaves_nothing_that_is_not_finite() -> None:
-    ops = make_ops()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_request_gone_wrong_leaves_nothing_that_is_not_finite(dtype: torch.dtype) -> None:
+    ops = make_ops(dtype=dtype)
     kv, qkv = ops.allocate_kv(1, PAGES), qkv_of(0)
-    qkv[5] = float("nan")
+    qkv[5], qkv[6] = float("nan"), float("inf")
     ops.attend_with(qkv, None, ops.prepare(batch_of([(0, 0, LENGTH)], 16)), kv, 0)
     assert kv.pages_LPsKTD.isfinite().all()
     ops.close()
 
 
+def dense(outs: int, ins: int) -> Stored:
+    return Stored.from_dense(torch.randn(outs, ins) / ins**0.5)
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 16])
-def test_a_layer_in_one_call_is_the_operations_one_after_the_other(tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("weight", "dtype"),
+    [(random_groups, torch.bfloat16), (dense, torch.bfloat16), (dense, torch.float32)],
+    ids=["groups", "bfloat16", "float32"],
+)
+def test_a_layer_in_one_call_is_the_operations_one_after_the_other(
+    tokens: int, weight: Callable[[int, int], Stored], dtype: torch.dtype
+) -> None:
     """Rows with adapters go the second way, so the bits of others must not depend on which."""
     torch.manual_seed(0)
-    ops, size = make_ops(), 64
+    ops, size = make_ops(dtype=dtype), 64
     width = HEADS * HEAD_DIM
-    qkv = ops.pack(random_groups(width + 2 * KV_HEADS * HEAD_DIM, size), torch.randn(width + 2 * KV_HEADS * HEAD_DIM))
-    gate_up, down = ops.pack(random_groups(2 * 96, size), None), ops.pack(random_groups(size, 96), None)
+    qkv = ops.pack(weight(width + 2 * KV_HEADS * HEAD_DIM, size), torch.randn(width + 2 * KV_HEADS * HEAD_DIM))
+    gate_up, down = ops.pack(weight(2 * 96, size), None), ops.pack(weight(size, 96), None)
     norm, norms = torch.rand(size).bfloat16(), HeadNorms(torch.rand(HEAD_DIM), torch.rand(HEAD_DIM))
     x, added = torch.randn(tokens, size), torch.randn(tokens, size)
     step = ops.prepare(batch_of([(0, 0, tokens)], 16))
@@ -183,7 +209,7 @@ def test_a_layer_in_one_call_is_the_operations_one_after_the_other(tokens: int) 
     after_apart = beside.add(y_apart, down, total_apart, None, 0, "down")
     normed, normed_apart = ops.normed(after, norm)[0], beside.normed(after_apart, norm)[0]
     assert torch.equal(normed, normed_apart)
-    head = ops.pack_head(random_groups(100, size))
+    head = ops.pack_head(weight(100, size))
     assert torch.equal(ops.logits(normed, head), beside.logits(normed, head))
     normed, _ = ops.normed(Stream(x.clone(), added.clone()), norm)
     expected = functional.rms_norm((x + added).double(), (size,), norm.double(), 1e-5)

@@ -26,6 +26,9 @@ enum ScaleKind {
 // neighbouring inputs of 16 outputs. Four vectors hold the low four bits of a group: inputs 4j.. of vector j in the low
 // halves, inputs 16 + 4j.. in the high halves. With 5 bits one more vector holds the fifth: bit j of a byte is of
 // inputs 4j... With 6 bits two more hold two bits each. With 8 bits there are eight plain vectors.
+//
+// A dense matrix is packed in blocks of 32 outputs, for each two neighbouring inputs: bfloat16 [32][2], so that a word
+// holds the first of two inputs in its low half, or float32 [2][32]. A zero follows an odd number of inputs.
 typedef struct {
     int32_t outs, ins;
     int32_t bits;   // 4, 5, 6, 8; 16 and 32 for dense weights
@@ -38,7 +41,7 @@ typedef struct {
 // Matrices of the same inputs, one above the other.
 typedef struct {
     int32_t count, outs, ins;
-    int32_t reads; // READS_CODES, READS_FLOATS, READS_HALVES: what its kinds of matrices multiply by; not both of the last
+    int32_t reads; // READS_CODES, and READS_FLOATS or READS_HALVES, as its matrices need them
     const Matrix *matrices;
     const float *bias; // [outs] or NULL
 } Linear;
@@ -48,7 +51,7 @@ enum { READS_CODES = 1, READS_FLOATS = 2, READS_HALVES = 4 };
 // Rows of activations for products: float32, and their 8-bit codes in groups of 32. Codes and what belongs to them, and
 // the floats for dense matrices, lie in tiles of rows, one after the other; R is the number of a tile's rows.
 typedef struct {
-    float *floats;       // [ins, made even][R]; rounded to bfloat16 for such weights, in words of two if the kernels do so
+    float *floats;       // [ins, made even][R]; for bfloat16 weights rounded, and in words of two where kernels take pairs
     int8_t *codes;       // [G][R][32]
     float *scales;       // [G][R]
     float *sums;         // [G][R]: scale * sum of the group's codes
