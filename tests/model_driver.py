@@ -24,10 +24,11 @@ from headrace.engine.scheduling.request import Request
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.lora import CpuAdapterOps
+from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context, library
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel
 
-__all__ = ["OPERATIONS", "ModelUnderTest", "capacity", "request"]
+__all__ = ["ENGINE_OPS", "OPERATIONS", "ModelUnderTest", "capacity", "request"]
 
 
 def capacity(vocab_size: int, **changes: int) -> Capacity:
@@ -46,6 +47,9 @@ OPERATIONS = [
     pytest.param(True, id="native", marks=pytest.mark.skipif(library() is None, reason="no compiled kernels")),
 ]
 """Values of `native`, for parameters of tests."""
+
+ENGINE_OPS: type[CpuOps] = CpuOps if library() is None else NativeOps
+"""The operations by which an engine computes on this machine's processor."""
 
 
 class ModelUnderTest:

@@ -11,6 +11,7 @@ import anyio.lowlevel
 import pytest
 import tiny_models
 import torch
+from model_driver import ENGINE_OPS
 from scripted import CAPACITY, Unable
 
 from headrace.engine import Completion, Engine, InvalidParams, RequestFailed, SamplingParams
@@ -196,17 +197,17 @@ def test_a_cancelled_search_gives_everything_back(folder: Path, after: int, anyi
 
 
 def test_a_step_that_fails_ends_the_search_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = CpuOps.attention
+    real = ENGINE_OPS.attend
     fails = False
 
-    def attention(self: CpuOps, *args: Any) -> torch.Tensor:
+    def attend(self: CpuOps, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal fails
         if fails:
             fails = False
             raise ValueError("broken")
         return real(self, *args)
 
-    monkeypatch.setattr(CpuOps, "attention", attention)
+    monkeypatch.setattr(ENGINE_OPS, "attend", attend)
 
     async def run() -> None:
         nonlocal fails

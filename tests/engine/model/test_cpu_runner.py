@@ -16,7 +16,7 @@ import torch
 from gpu.conftest import Zoo
 from gpu.test_stops import check_stops
 from leftovers import Threads
-from model_driver import request
+from model_driver import ENGINE_OPS, request
 
 from headrace.engine import Engine, EngineStats, InvalidParams, RequestFailed, SamplingParams
 from headrace.engine.config import EngineConfig
@@ -24,10 +24,6 @@ from headrace.engine.life.build import open_engine
 from headrace.engine.life.opened import Opened
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.ops.cpu.block import CpuOps
-from headrace.ops.cpu.native.block import NativeOps
-from headrace.ops.cpu.native.library import library
-
-OPERATIONS: type[CpuOps] = CpuOps if library() is None else NativeOps  # of an engine
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": 64 * tiny_models.PAGE_BYTES}
 PROMPTS = [[index + 1 + at * at % 89 for at in range(length)] for index, length in enumerate((3, 40, 17, 1, 90))]
@@ -153,13 +149,13 @@ def test_host_memory_that_holds_no_page_or_is_not_there_is_refused(folder: Path,
 def test_the_threads_of_a_step_are_its_own_and_nobody_elses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps one count for threads to come and one for each thread, which a thread takes at its first look."""
     seen: dict[str, int] = {}
-    attend = OPERATIONS.attend
+    attend = ENGINE_OPS.attend
 
     def watched(ops: CpuOps, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         seen["step"] = torch.get_num_threads()
         return attend(ops, *args)
 
-    monkeypatch.setattr(OPERATIONS, "attend", watched)
+    monkeypatch.setattr(ENGINE_OPS, "attend", watched)
     before = torch.get_num_threads()
     opened = open_engine(EngineConfig(model=folder, cpu_threads=before + 1, **OPTIONS))
     try:
@@ -182,7 +178,7 @@ def test_a_step_that_raises_is_told_to_its_waiter_and_the_next_one_runs(
     plan = scheduler.plan()
     assert plan is not None
     with monkeypatch.context() as patch:
-        patch.setattr(OPERATIONS, "attend", raising(ValueError("no such page")))
+        patch.setattr(ENGINE_OPS, "attend", raising(ValueError("no such page")))
         step = opened.runner.launch(plan)
         for _ in range(2):  # whoever asks again hears it again
             with pytest.raises(ValueError, match="no such page"):
@@ -203,7 +199,7 @@ def test_a_failed_step_ends_its_own_requests_alone_and_none_if_it_found_no_memor
     folder: Path, error: Exception, failing: int, launch_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first prefill fails; the requests that waited for a row are served, and get what they always get."""
-    real = OPERATIONS.attend
+    real = ENGINE_OPS.attend
     calls = 0
 
     def attend(self: CpuOps, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,7 +231,7 @@ def test_a_failed_step_ends_its_own_requests_alone_and_none_if_it_found_no_memor
         return [found[index] for index in range(len(PROMPTS))]
 
     expected = anyio.run(run, False)
-    monkeypatch.setattr(OPERATIONS, "attend", attend)
+    monkeypatch.setattr(ENGINE_OPS, "attend", attend)
     found = anyio.run(run, True)
     for index, tokens in enumerate(found):
         if index < failing:
