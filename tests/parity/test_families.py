@@ -15,6 +15,7 @@ from model_driver import OPERATIONS, ModelUnderTest
 from torch import Tensor
 
 from headrace.engine import Engine, InvalidParams, SamplingParams
+from headrace.engine.model.cpu.sizing import runs_native
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -210,6 +211,8 @@ def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: boo
     model, sequences, expected = reference(family)
     model.save_pretrained(tmp_path)
     spec, tested = ModelUnderTest.load(tmp_path, native=native)
+    if native and not runs_native(spec):
+        pytest.skip("a variant of attention, which torch's operations compute")
     windowed = "window" in family and "no window" not in family
     first, last = (1, 1) if "middle" in family else (1, 2) if "later" in family else (0, 2)
     windows = tuple(WINDOW if windowed and first <= layer <= last else None for layer in range(3))
