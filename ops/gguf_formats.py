@@ -16,16 +16,13 @@ from gguf import GGMLQuantizationType as Kind
 
 from headrace.ops.formats import Int4Groups, PartSpec, Stored, row_blocks
 from headrace.ops.gguf_small import SMALL_KINDS, small_weights
-from headrace.ops.quantised import IntGroups, pack_nibbles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from headrace.ops.formats import Format
-
-__all__ = ["BLOCK_KINDS", "GgufBlocks", "as_int4_groups", "as_int_groups", "int_groups_of"]
+__all__ = ["BLOCK_KINDS", "BlockNumbers", "GgufBlocks", "as_int4_groups"]
 
 
 class _Block(NamedTuple):
@@ -55,6 +52,24 @@ _BLOCKS = {
 }
 BLOCK_KINDS = tuple(_BLOCKS)
 """The kinds of blocks that `GgufBlocks` holds."""
+
+
+_ZEROS = {Kind.Q4_0: 8, Kind.Q5_0: 16}
+"""The codes that stand for zero, where blocks of 32 have a scale alone."""
+
+
+class BlockNumbers(NamedTuple):
+    """A matrix of blocks taken apart: `code * scale + minimum`, or `(code - middle) * scale`, where middle is half the
+    number of codes."""
+
+    codes_OI: Tensor
+    """uint8 codes."""
+    scales_OG: Tensor
+    """Scales of groups, float16; in the K formats integers of 8 bits."""
+    minima_OG: Tensor | None
+    """Minima of groups, if the kind has them, like scales."""
+    factors_OS: Tensor | None = None
+    """Factors of scales for each 256 inputs, float16, and where there are minima theirs after each. None: 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +121,20 @@ class GgufBlocks:
         parts = {"codes": codes.flatten(1), "constants": constants.flatten(1).contiguous().view(torch.float16)}
         return Stored(self, shape, parts)
 
+    def taken_apart(self, parts: Mapping[str, Tensor], shape: tuple[int, ...]) -> BlockNumbers:
+        """Return the codes and constants of a matrix."""
+        block, outs = _BLOCKS[self.kind], math.prod(shape[:-1])
+        codes_OBc = parts["codes"].reshape(outs, -1, block.codes)
+        constants_OBk = parts["constants"].reshape(outs, -1, block.constants)
+        codes_OI = _codes(self.kind, codes_OBc).flatten(1)
+        scales, minima = constants_OBk[..., 0], constants_OBk[..., 1] if block.constants == 2 else None
+        if block.weights == 32:
+            return BlockNumbers(codes_OI, scales, minima)
+        if minima is None:
+            return BlockNumbers(codes_OI, codes_OBc[..., 192:].view(torch.int8).flatten(1), None, scales)
+        scales_OG, minima_OG = (each.flatten(1) for each in _super_constants(codes_OBc))
+        return BlockNumbers(codes_OI, scales_OG, minima_OG, torch.stack((scales, -minima), -1).flatten(1))
+
     def _weights(self, codes_OBc: Tensor, constants_OBk: Tensor) -> Tensor:
         """Return float32 weights [out, blocks, weights of a block]."""
         if self.kind in SMALL_KINDS:
@@ -113,18 +142,19 @@ class GgufBlocks:
         kind, scale_OB1 = self.kind, constants_OBk[..., :1]
         if kind is Kind.Q8_0:
             return codes_OBc.view(torch.int8).float() * scale_OB1
+        values_OBw = _codes(kind, codes_OBc)
         if kind is Kind.Q6_K:
-            return _six_bits(codes_OBc, scale_OB1)
+            scale_OBs1 = (scale_OB1 * codes_OBc[..., 192:].view(torch.int8).float()).unsqueeze(-1)
+            return ((values_OBw.float() - 32).unflatten(-1, (16, 16)) * scale_OBs1).flatten(-2)
         if kind in (Kind.Q4_K, Kind.Q5_K):
-            return _super_blocks(codes_OBc, constants_OBk, has_fifth=kind is Kind.Q5_K)
-        has_fifth = kind in (Kind.Q5_0, Kind.Q5_1)
-        values_OBg = _halves(codes_OBc[..., 4 * has_fifth :])
-        if has_fifth:
-            bits_8 = torch.arange(8, dtype=torch.uint8, device=codes_OBc.device)
-            values_OBg |= ((codes_OBc[..., :4, None] >> bits_8) & 1).flatten(-2) << 4
+            scales_OB8, minima_OB8 = _super_constants(codes_OBc)
+            scale_OB81 = (scale_OB1 * scales_OB8.float()).unsqueeze(-1)
+            minimum_OB81 = (constants_OBk[..., 1:] * minima_OB8.float()).unsqueeze(-1)
+            weights_OB8g: Tensor = scale_OB81 * values_OBw.float().unflatten(-1, (8, 32)) - minimum_OB81
+            return weights_OB8g.flatten(-2)
         if constants_OBk.shape[-1] == 2:
-            return values_OBg.float() * scale_OB1 + constants_OBk[..., 1:]
-        return (values_OBg.float() - (16 if has_fifth else 8)) * scale_OB1
+            return values_OBw.float() * scale_OB1 + constants_OBk[..., 1:]
+        return (values_OBw.float() - _ZEROS[kind]) * scale_OB1
 
 
 def as_int4_groups(weight: Stored) -> Stored:
@@ -142,52 +172,47 @@ def as_int4_groups(weight: Stored) -> Stored:
     return Stored(Int4Groups(32), weight.shape, parts)
 
 
-def int_groups_of(format: Format) -> Format:
-    """Return the groups of integers with the same numbers as Q8_0 or Q4_0; any other format as it is."""
-    if not isinstance(format, GgufBlocks) or format.kind not in (Kind.Q8_0, Kind.Q4_0):
-        return format
-    return IntGroups(8 if format.kind is Kind.Q8_0 else 4, 32, scale=torch.float16)
-
-
-def as_int_groups(weight: Stored) -> Stored:
-    """Return a weight of Q8_0 or Q4_0 blocks as groups of integers with the same numbers; any other as it is."""
-    format = int_groups_of(weight.format)
-    if format is weight.format:
-        return weight
-    assert isinstance(format, IntGroups)
-    codes = weight.parts["codes"]
-    # Q8_0 has signed values, Q4_0 values plus 8; groups of 8 bits have values plus 128.
-    values = codes ^ 0x80 if format.bits == 8 else pack_nibbles(_halves(codes.unflatten(-1, (-1, 16))).flatten(-2))
-    return Stored(format, weight.shape, {"values": values, "scale": weight.parts["constants"]})
-
-
 def _halves(codes: Tensor) -> Tensor:
     """Return the low halves of bytes [..., n], then the high halves: [..., 2 n]."""
     return torch.cat((codes & 15, codes >> 4), -1)
 
 
-def _super_blocks(codes_OBc: Tensor, constants_OBk: Tensor, *, has_fifth: bool) -> Tensor:
-    """Unpack Q4_K or Q5_K: 12 bytes of 6-bit factors of scales and minima, (32 of fifth bits,) and 128 of halves."""
-    first, second, third = codes_OBc[..., :12].unflatten(-1, (3, 4)).unbind(-2)
-    scales_OB8 = torch.cat((first & 63, (third & 15) | (first >> 6) << 4), -1)
-    minima_OB8 = torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), -1)
+def _codes(kind: Kind, codes_OBc: Tensor) -> Tensor:
+    """Return the codes of weights, one in a byte and none below zero, [out, blocks, weights of a block]."""
+    if kind is Kind.Q8_0:
+        return codes_OBc ^ 0x80
+    if kind is Kind.Q6_K:
+        return _six_bits(codes_OBc)
+    if kind in (Kind.Q4_K, Kind.Q5_K):
+        return _super_codes(codes_OBc, has_fifth=kind is Kind.Q5_K)
+    has_fifth = kind in (Kind.Q5_0, Kind.Q5_1)
+    values_OBg = _halves(codes_OBc[..., 4 * has_fifth :])
+    if has_fifth:
+        bits_8 = torch.arange(8, dtype=torch.uint8, device=codes_OBc.device)
+        values_OBg |= ((codes_OBc[..., :4, None] >> bits_8) & 1).flatten(-2) << 4
+    return values_OBg
+
+
+def _super_codes(codes_OBc: Tensor, *, has_fifth: bool) -> Tensor:
+    """Unpack the codes of Q4_K or Q5_K: after the constants (32 bytes of fifth bits and) 128 of halves."""
     values_OB8g = _halves(codes_OBc[..., -128:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     if has_fifth:
         bits_81 = torch.arange(8, dtype=torch.uint8, device=codes_OBc.device).unsqueeze(1)
         values_OB8g |= ((codes_OBc[..., 12:44].unsqueeze(-2) >> bits_81) & 1) << 4
-    scale_OB81 = (constants_OBk[..., :1] * scales_OB8.float()).unsqueeze(-1)
-    minimum_OB81 = (constants_OBk[..., 1:] * minima_OB8.float()).unsqueeze(-1)
-    weights_OB8g: Tensor = scale_OB81 * values_OB8g.float() - minimum_OB81
-    return weights_OB8g.flatten(-2)
+    return values_OB8g.flatten(-2)
 
 
-def _six_bits(codes_OBc: Tensor, unit_OB1: Tensor) -> Tensor:
-    """Unpack Q6_K: 128 bytes of halves, 64 of two bits more, and 16 factors of scales for 16 weights each."""
+def _super_constants(codes_OBc: Tensor) -> tuple[Tensor, Tensor]:
+    """Unpack the scales and minima of Q4_K or Q5_K, 6 bits each: the first 12 bytes, for 8 groups of 32 weights."""
+    first, second, third = codes_OBc[..., :12].unflatten(-1, (3, 4)).unbind(-2)
+    scales_OB8 = torch.cat((first & 63, (third & 15) | (first >> 6) << 4), -1)
+    return scales_OB8, torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), -1)
+
+
+def _six_bits(codes_OBc: Tensor) -> Tensor:
+    """Unpack the codes of Q6_K: 128 bytes of halves, and 64 of two bits more."""
     low_OB2hg = codes_OBc[..., :128].unflatten(-1, (2, 2, 32))
     low_OB24g = torch.cat((low_OB2hg & 15, low_OB2hg >> 4), -2)
     shifts_41 = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=codes_OBc.device).unsqueeze(1)
     high_OB24g = (codes_OBc[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts_41) & 3
-    values_OBw = (low_OB24g | high_OB24g << 4).flatten(-3).to(torch.int8) - 32
-    scale_OBs1 = (unit_OB1 * codes_OBc[..., 192:].view(torch.int8).float()).unsqueeze(-1)
-    weights_OBsg: Tensor = values_OBw.float().unflatten(-1, (16, 16)) * scale_OBs1
-    return weights_OBsg.flatten(-2)
+    return (low_OB24g | high_OB24g << 4).flatten(-3)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Float4Groups", "Fp8", "IntGroups", "Table4", "pack_nibbles", "unpack_nibbles"]
+__all__ = ["Float4Groups", "Fp8", "IntGroups", "Table4", "e2m1", "pack_nibbles", "unpack_nibbles"]
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -213,7 +213,7 @@ class Float4Groups(_ByRows):
 
     def _rows(self, parts: Mapping[str, Tensor], rows: slice, shape: tuple[int, int]) -> Tensor:
         values, scale_OG = parts["values"][rows], parts["scale"][rows]
-        values_OI = _looked_up(values, _e2m1(values.device), shape[1])
+        values_OI = _looked_up(values, e2m1(values.device), shape[1])
         if self.scale == "e8m0":
             return _scaled(values_OI, scale_OG.view(torch.float8_e8m0fnu).float(), self.group)
         factor_O1 = parts["factor"][rows].unsqueeze(-1)
@@ -302,5 +302,6 @@ def _e4m3(device: torch.device) -> Tensor:
 
 
 @cache
-def _e2m1(device: torch.device) -> Tensor:
+def e2m1(device: torch.device) -> Tensor:
+    """Return the float32 value of each 4-bit float, [16]."""
     return torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=device)

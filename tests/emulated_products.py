@@ -112,8 +112,9 @@ class EmulatedRun:
 
 def dense_of(weight: Any) -> Tensor:
     """The numbers that codes stand for."""
-    layout = importlib.import_module("headrace.ops.cuda.products.codes").CodeLayout(weight.kind, weight.scales.dtype)
-    parts = {"codes": weight.codes_OB, "scales": weight.scales, "zeros": weight.zeros}
+    layout = importlib.import_module("headrace.ops.cuda.codes.layout").CodeLayout(weight.kind, weight.scales.dtype)
+    fields = {"codes": "codes_OB", "order": "order_I"}
+    parts = {name: getattr(weight, fields.get(name, name)) for name in layout.parts(weight.shape)}
     dense: Tensor = layout.dense(parts, weight.shape, torch.float32)
     return dense
 

@@ -26,7 +26,7 @@ from headrace.engine.model.spec import DecoderSpec, DenseFeed
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import WeightPart
 from headrace.ops.cuda.attention.shape import HeadShape
-from headrace.ops.cuda.products.codes import in_codes
+from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.quantise import Method
 
 __all__ = ["devices_of", "encoder_facts", "facts_of"]

@@ -16,9 +16,9 @@ import torch
 
 from headrace.ops.cuda import fused
 from headrace.ops.cuda.attention.steps import ATTENTION, CudaStep, DecodeStep, PrefillStep, WholeStep
+from headrace.ops.cuda.codes.layout import CodeLayout, codes_of
 from headrace.ops.cuda.hazards import Launch
 from headrace.ops.cuda.memory.pages import PageMemory
-from headrace.ops.cuda.products.codes import CodeLayout, codes_of
 from headrace.ops.cuda.products.fusion import GATED, SQUARED, AddNorm, HeadTargets, Residual, Squares
 from headrace.ops.cuda.products.packed import Chosen, CudaProduct, Products
 from headrace.ops.paged import UNSCALED, KvScales

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 from headrace.ops.cuda.attention.kernels import DECODES, PREFILLS
 from headrace.ops.cuda.attention.registry import DecodeKernel, PrefillKernel
+from headrace.ops.cuda.codes.kinds import Kind
 from headrace.ops.cuda.products.coded import coded
-from headrace.ops.cuda.products.codes import Kind
 from headrace.ops.cuda.products.kernels import PRODUCTS
 from headrace.ops.cuda.products.registry import ProductKernel
 

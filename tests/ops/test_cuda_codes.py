@@ -15,11 +15,12 @@ if not torch.cuda.is_available():
 pytest.importorskip("flashinfer")
 
 from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.codes.layout import Codes, codes_of
+from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.products import running
 from headrace.ops.cuda.products.coded import UnpackedProducts
 from headrace.ops.cuda.products.coded_vector import MAX_ROWS, coded_vector_linear
-from headrace.ops.cuda.products.codes import Codes, codes_of, in_codes
 from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.linear import LinearScratch
 from headrace.ops.cuda.products.registry import ProductRoom

@@ -62,7 +62,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def some_kinds(what: str) -> list[Any]:
     """All kinds of codes of quantised weights, or of floats and of integers one that the commit chooses for `what`."""
-    from headrace.ops.cuda.products.codes import E4M3, INT4, INT8, Kind
+    from headrace.ops.cuda.codes.kinds import E4M3, INT4, INT8, Kind
 
     groups = (32, 64, 128)
     floats = [Kind(E4M3), *(Kind(E4M3, group) for group in groups)]
@@ -76,7 +76,8 @@ def some_kinds(what: str) -> list[Any]:
 
 def layouts(arch: str) -> Iterator[Any]:
     """The formats of quantised weights that `arch` gets, that of whole lines of 8-bit floats always among them."""
-    from headrace.ops.cuda.products.codes import E4M3, CodeLayout, Kind
+    from headrace.ops.cuda.codes.kinds import E4M3, Kind
+    from headrace.ops.cuda.codes.layout import CodeLayout
 
     for kind in dict.fromkeys((Kind(E4M3), *some_kinds(arch))):
         halves = kind.group and kind.codes != E4M3

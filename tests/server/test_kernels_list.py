@@ -19,7 +19,7 @@ from headrace.engine.model.cuda.listed import list_kernels
 from headrace.engine.model.cuda.operations import kinds_of
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
-from headrace.ops.cuda.products.codes import in_codes
+from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.formats import Stored
 from headrace.server.commands.kernels import kernels
 
@@ -104,25 +104,26 @@ def test_formats_of_a_mixed_checkpoint_have_lines_of_their_own(tmp_path: Path) -
     assert why["even heads, fp8", "qkv (fp8)"] == "heads are of 64, the kernel takes 128"
     assert why["cuBLAS", "qkv (fp8), o (fp8)"] == "multiplies by dense weights, not fp8"
     code, text = listed(str(tmp_path), "--arch", "sm_80", columns=300)
-    assert not code and cells_of(text, "o (fp8)").endswith("+: unpacked") and "even" not in cells_of(text, "o (fp8)")
+    assert not code and cells_of(text, "o (fp8)").endswith("-64: tiles, 65+: unpacked")
     assert "sm_80 lacks warpgroup matrix products" in refusals(text)["even, fp8", "qkv (fp8), o (fp8)"]
 
 
-@pytest.mark.parametrize(
-    ("name", "format", "why"),
-    [
-        ("gptq v2 in an order", "int4-g32-zeros-ordered", "takes columns in their order, not sorted by group"),
-        ("compressed mxfp4", "mxfp4", "takes 8-bit floats and groups of integers, not mxfp4"),
-    ],
-)
-def test_a_format_without_kernels_is_listed_dense_with_the_reason(
-    name: str, format: str, why: str, tmp_path: Path
-) -> None:
-    write_checkpoint(tmp_path, CASES[name])
+def test_a_format_that_hopper_s_kernels_refuse_is_left_to_triton(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES["compressed mxfp4"])
     code, text = listed(str(tmp_path), "--arch", "sm_90", columns=300)
-    assert not code and cells_of(text, f"o ({format})").endswith("2-64: even, 65+: cuBLAS")
-    everywhere = ", ".join(f"{product} ({format})" for product in ("qkv", "o", "gate_up", "down"))
-    assert refusals(text)["those for codes", everywhere] == f"{why}: kept in bfloat16"
+    assert not code and cells_of(text, "o (mxfp4)").endswith("5-64: tiles, 65+: unpacked")
+    told = refusals(text)["even, fp4-g32-e8m0", "qkv (mxfp4), o (mxfp4), gate_up (mxfp4), down (mxfp4)"]
+    assert told.startswith("takes 8-bit floats, and integers of 4 and 8 bits")
+
+
+def test_weights_in_orders_of_their_own_are_dense_where_several_are_one_product(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES["gptq v2 in an order"])
+    code, text = listed(str(tmp_path), "--arch", "sm_90", columns=300)
+    assert not code and cells_of(text, "qkv (int4-g32-zeros-ordered)").endswith("2-64: even, 65+: cuBLAS")
+    why = refusals(text)["those for codes", "qkv (int4-g32-zeros-ordered), gate_up (int4-g32-zeros-ordered)"]
+    assert why == "takes one order of columns, not that of each of several weights: kept in bfloat16"
+    down = cells_of(text, "down (int4-g32-zeros-ordered)")
+    assert "-64: even, 65-128: even in passes" in down and down.endswith("129+: unpacked")
 
 
 def test_a_head_of_a_checkpoint_is_made_dense_and_one_that_is_quantised_here_is_not(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_the_kinds_of_codes_are_those_of_a_loaded_model(tmp_path: Path) -> None:
 def test_gguf_files_and_quantised_folders_without_weights(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", Kind.Q4_1)
     code, text = listed(str(tmp_path), "--arch", "sm_90", columns=300)
-    assert not code and refusals(text)["those for codes", "qkv (q4_1), o (q4_1), gate_up (q4_1), down (q4_1)"]
+    assert not code and cells_of(text, "o (q4_1)").endswith("5-64: tiles, 65+: unpacked")
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text(

@@ -18,8 +18,9 @@ from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
 from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.ops.cuda.codes.held import kind_of
+from headrace.ops.cuda.codes.kinds import Kind
 from headrace.ops.cuda.kernels import KERNELS, Kernels
-from headrace.ops.cuda.products.codes import Kind, kind_of
 from headrace.ops.cuda.products.fusion import Fusion
 from headrace.ops.cuda.products.registry import ProductKernel, Resolved, WeightShape, resolve
 from headrace.ops.cuda.tuning.table import Span

@@ -30,11 +30,11 @@ try:
     from headrace.engine.model.cuda.sleep import Weights
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.block import CudaOps
+    from headrace.ops.cuda.codes.packing import in_codes
     from headrace.ops.cuda.compiling.cache import cache, check_compilers, count_kernels, use_cache
     from headrace.ops.cuda.compiling.toolkit import CannotCompile
     from headrace.ops.cuda.kernels import KERNELS, Kernels
     from headrace.ops.cuda.memory.weights import WeightMemory
-    from headrace.ops.cuda.products.codes import in_codes
     from headrace.ops.host_memory import PiecePool
 except ImportError as error:
     raise DeviceUnavailable(

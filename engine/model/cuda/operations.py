@@ -18,9 +18,10 @@ from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.attention.steps import CudaStep
 from headrace.ops.cuda.block import CudaOps
+from headrace.ops.cuda.codes.kinds import Kind
+from headrace.ops.cuda.codes.layout import CodeLayout
 from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.kernels import KERNELS, Kernels
-from headrace.ops.cuda.products.codes import CodeLayout, Kind
 from headrace.ops.cuda.products.linear import LinearScratch
 from headrace.ops.cuda.products.packed import CudaProduct, Products
 from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom

@@ -6,7 +6,7 @@
 //
 // The products are those of the dense weight: a code is exact in bf16, and the scale multiplies the float32 sums of its
 // group. A fragment is what ldmatrix reads of lines in shared memory, so the columns of a weight lie in another order
-// within each 16 bytes (products/codes.py says which).
+// within each 16 bytes (codes/layout.py says which).
 
 #pragma once
 

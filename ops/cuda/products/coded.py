@@ -1,7 +1,8 @@
 """`coded`: the declarations of the kernels that multiply by weights in codes; never decides what is stored in codes.
 
 One row is multiplied without tensor cores. Up to 64 rows codes go through the ring of csrc/few_rows.cuh and become bf16
-in registers, some more rows do so in passes, and many multiply by a dense copy, made in slices. Imports no compiler.
+in registers; where the ring lacks the GPU or refuses the weight, Triton's tiles take its place. Some more rows go
+through the ring in passes, and many multiply by a dense copy, made in slices. Imports no compiler.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, ClassVar
 
-from headrace.ops.cuda.products.codes import E4M3, Kind
+from headrace.ops.cuda.codes.kinds import E4M3, Kind
 from headrace.ops.cuda.products.kernels import (
     WITH_BIAS,
     EvenHeadProducts,
@@ -21,16 +22,23 @@ from headrace.ops.cuda.products.kernels import (
 from headrace.ops.cuda.tuning.table import ANY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
+    from torch import Tensor
 
     from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.hazards import Launch
     from headrace.ops.cuda.products.fusion import Fusion
     from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom, ProductRun, WeightShape
 
-__all__ = ["CodedVectorProducts", "PassesProducts", "ScaledProducts", "UnpackedProducts", "coded"]
+__all__ = [
+    "CodedTilesProducts", "CodedVectorProducts", "OrderedProducts", "PassesProducts", "ScaledProducts",
+    "UnpackedProducts", "coded",
+]  # fmt: skip
 
-_VECTOR_ROWS = 8
-"""Most rows of coded_vector.py, whatever a tuning says."""
+_VECTOR_ROWS, _TILE_ROWS = 8, 64
+"""Most rows of coded_vector.py and coded_tiles.py, whatever a tuning says."""
 
 
 class _CodedProducts(KernelOfProducts):
@@ -68,6 +76,31 @@ class CodedVectorProducts(_CodedProducts):
         from headrace.ops.cuda.products.running import CodedVectorRun
 
         return CodedVectorRun(room, self)
+
+
+class CodedTilesProducts(_CodedProducts):
+    """Products of few rows that read their weight once (coded_tiles.py), with the activation after."""
+
+    way = "tiles"
+    fuses = frozenset(("plain", "logits", "gated"))
+    early = frozenset(("weights",))
+
+    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return what the kernel misses: bfloat16."""
+        return lacks_bfloat16(dtype)
+
+    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
+        return WITH_BIAS if weight.has_bias and fusion == "gated" else None
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which reading the weight is all the work."""
+        return up_to(_TILE_ROWS, arch.tuning.coded_tile_rows)
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return the Triton kernel."""
+        from headrace.ops.cuda.products.running import CodedTilesRun
+
+        return CodedTilesRun(room, self)
 
 
 class PassesProducts(EvenProducts):
@@ -134,10 +167,56 @@ class ScaledProducts(_CodedProducts):
         return ScaledRun(room, self)
 
 
+class OrderedProducts:
+    """Products with codes whose columns lie in an order of their own: a kernel for others, after the input's gather."""
+
+    has_updates = False  # an adapter's update is of the input in its own order
+
+    def __init__(self, kind: Kind, inner: ProductKernel) -> None:
+        """Multiply by codes of `kind` with a kernel for the same in the order of the inputs."""
+        self.kind, self._inner = kind, inner
+        self.name = inner.name.replace(kind.in_order.name, kind.name)
+
+    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return what the inner kernel misses."""
+        return self._inner.lacks(arch, dtype, head_dim)
+
+    def refuses(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> str | None:
+        """Return why the inner kernel cannot compute `fusion` with a weight on a GPU; None if it can."""
+        if weight.kind == self.kind:
+            return self._inner.refuses(arch, weight._replace(kind=self.kind.in_order), fusion)
+        return f"multiplies by {self.kind.name}, not {'dense weights' if weight.kind is None else weight.kind.name}"
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which the inner kernel pays."""
+        return self._inner.rows(arch, weight, fusion)
+
+    @property
+    def layout(self) -> Callable[[Tensor], Tensor]:
+        """Function that packs a dense weight, of which there is none."""
+        return self._inner.layout
+
+    def builds(self, *, updates: bool) -> Sequence[Callable[[], object]]:
+        """Return the functions that compile the inner kernel ahead."""
+        return () if updates else self._inner.builds(updates=False)
+
+    def launch(self, fusion: Fusion, *, updates: bool = False) -> Launch:
+        """Return what the launch of the inner kernel reads before it waits, and what it writes."""
+        return self._inner.launch(fusion, updates=updates)
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return the inner kernel behind a Triton kernel."""
+        from headrace.ops.cuda.products.running import OrderedRun
+
+        return OrderedRun(room, self._inner.open(room))
+
+
 @functools.cache
 def coded(kind: Kind) -> tuple[ProductKernel, ...]:
     """Return the kernels for one kind of codes, the preferred ones first."""
+    if kind.ordered:
+        return tuple(OrderedProducts(kind, inner) for inner in coded(kind.in_order))
     return (
-        EvenHeadProducts(kind), EvenProducts(kind), CodedVectorProducts(kind), ScaledProducts(kind),
-        PassesProducts(kind), UnpackedProducts(kind),
+        EvenHeadProducts(kind), EvenProducts(kind), CodedVectorProducts(kind), CodedTilesProducts(kind),
+        ScaledProducts(kind), PassesProducts(kind), UnpackedProducts(kind),
     )  # fmt: skip

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headrace.ops.cuda.codes.layout import Codes
 from headrace.ops.cuda.compiling.source import compiled_for
-from headrace.ops.cuda.products.codes import Codes
 
 if TYPE_CHECKING:
     from torch import Tensor

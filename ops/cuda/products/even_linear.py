@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.ops.cuda.codes.layout import Codes
 from headrace.ops.cuda.compiling.source import compiled_for
-from headrace.ops.cuda.products.codes import Codes
 from headrace.ops.cuda.products.fusion import Squares
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda.arch import Arch
-    from headrace.ops.cuda.products.codes import Kind
+    from headrace.ops.cuda.codes.kinds import Kind
     from headrace.ops.cuda.products.fusion import Fusion
     from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom, ProductRun, WeightShape
 
@@ -124,7 +124,12 @@ class _FewRowsOfSource(_Compiled):
 
     def builds(self, *, updates: bool) -> Sequence[Callable[[], object]]:
         """Return the function that compiles the source for each of its numbers of rows."""
-        return (partial(_build_for_rows, self.source, updates, {} if self.kind is None else self.kind.macros),)
+        macros = {} if self.kind is None else self.kind.macros
+        return (partial(_build_for_rows, self.source, updates, macros),)
+
+    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return what the kernel misses: codes that it knows, bfloat16, or Hopper."""
+        return (self.kind and self.kind.beyond_source) or super().lacks(arch, dtype, head_dim)
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work."""

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from headrace.ops.cuda.adapters.rows import UpdateSite
     from headrace.ops.cuda.arch import Arch
-    from headrace.ops.cuda.products.codes import Codes, Kind
+    from headrace.ops.cuda.codes.kinds import Kind
+    from headrace.ops.cuda.codes.layout import Codes
     from headrace.ops.cuda.products.fusion import After, Before, Fusion
 
 __all__ = ["Chosen", "CudaProduct", "Products", "Runs"]

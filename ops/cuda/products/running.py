@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from headrace.ops.cuda.hazards import Launch
+from headrace.ops.cuda.products.coded_tiles import coded_tiles_linear
 from headrace.ops.cuda.products.coded_vector import coded_vector_linear
 from headrace.ops.cuda.products.even_heads import EvenHeads
 from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.fusion import AddNorm, HeadTargets, Residual, Squares
+from headrace.ops.cuda.products.gathered import gather
 from headrace.ops.cuda.products.linear import MAX_ROWS, linear, linear_silu_mul
 from headrace.ops.cuda.products.scaled import to_codes
 from headrace.ops.cuda.products.tile_linear import TileLinear
@@ -21,17 +24,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda.adapters.rows import UpdateSite
-    from headrace.ops.cuda.products.codes import Codes
+    from headrace.ops.cuda.codes.layout import Codes
     from headrace.ops.cuda.products.fusion import After, Before, Fusion
-    from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom
+    from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom, ProductRun
 
 __all__ = [
+    "CodedTilesRun",
     "CodedVectorRun",
     "CublasRun",
     "EvenHeadsRun",
     "EvenRun",
     "FewRowsGatedRun",
     "FewRowsRun",
+    "OrderedRun",
     "PassesRun",
     "Product",
     "ScaledRun",
@@ -169,6 +174,39 @@ class CodedVectorRun(_Run):
     def _enqueue(self, product: Product) -> None:
         is_gated = product.after is not None
         coded_vector_linear(product.x_NI, product.codes, product.out, gated=is_gated, pdl=self._pdl)
+
+
+class CodedTilesRun(_Run):
+    """Product of few rows with codes, with the activation after."""
+
+    def _enqueue(self, product: Product) -> None:
+        is_gated = product.after is not None
+        coded_tiles_linear(product.x_NI, product.codes, product.out, self._scratch, gated=is_gated, pdl=self._pdl)
+
+
+class OrderedRun:
+    """Product with codes whose columns lie in an order of their own, by a run for others."""
+
+    def __init__(self, room: ProductRoom, run: ProductRun) -> None:
+        """Launch on the stream of `room`."""
+        self._run, self._pdl, self._note = run, room.pdl, room.chain.note
+        self._launch = Launch("the gather of an input", room.pdl, writes=frozenset(("activations",)))
+
+    def run(
+        self,
+        x_NI: Tensor,
+        weight: Tensor | Codes,
+        out: Tensor,
+        before: Before = None,
+        after: After = None,
+        updates: UpdateSite | None = None,
+    ) -> None:
+        """Note the launches and enqueue the kernels."""
+        assert not isinstance(weight, torch.Tensor) and updates is None
+        gathered_NI = torch.empty(x_NI.shape, dtype=x_NI.dtype, device=x_NI.device)
+        self._note(self._launch)
+        gather(x_NI, weight.order_I, gathered_NI, pdl=self._pdl)
+        self._run.run(gathered_NI, weight._replace(kind=weight.kind.in_order), out, before, after)
 
 
 class PassesRun(EvenRun):

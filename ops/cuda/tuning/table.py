@@ -44,6 +44,10 @@ class Tuning:
     """Rows for products with codes without tensor cores, where those of `coded_rows` cannot be had."""
     coded_rows: range
     """Rows for products that bring codes to tensor cores as they are read."""
+    coded_tile_rows: range
+    """Rows for Triton's products with codes by tensor cores, where those of `coded_rows` cannot be had."""
+    coded_tile_programs: int
+    """Programs up to which the inner dimension of such a product is split."""
     coded_pass_rows: range
     """Rows for which that is done in passes."""
     coded_wide_rows: int

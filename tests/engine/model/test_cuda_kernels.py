@@ -148,7 +148,7 @@ def asked_of_nvcc(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, 
 def test_kernels_of_weights_that_the_engine_will_quantise_are_built_and_named(
     method: str, head: bool, gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    codes = importlib.import_module("headrace.ops.cuda.products.codes")
+    codes = importlib.import_module("headrace.ops.cuda.codes.kinds")
     kind = {"fp8": codes.Kind(codes.E4M3), "int8": codes.Kind(codes.INT8), "int4": codes.Kind(codes.INT4, 128, True)}[
         method
     ]

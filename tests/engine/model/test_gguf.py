@@ -24,7 +24,8 @@ from headrace.engine.life.build import build_kernels
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
-from headrace.ops.cuda.products.codes import CodeLayout, in_codes
+from headrace.ops.cuda.codes.layout import CodeLayout
+from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.formats import Dense, Int4Groups, Stored
 from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks, as_int4_groups
 
@@ -70,7 +71,9 @@ def test_every_kind_loads_as_the_package_dequantises_it(kind: Kind, keep_packed:
     assert weights.head.parts["values"] is weights.embedding_VE
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Kind.Q8_0, "int8-g32"), (Kind.Q4_0, "int4-g32"), (Kind.Q4_1, "dense")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Kind.Q8_0, "int8-g32"), (Kind.Q4_0, "int4-g32"), (Kind.Q6_K, "int6-g16-factors")]
+)
 def test_a_gpu_keeps_blocks_in_codes(kind: Kind, name: str, tmp_path: Path) -> None:
     write_model(tmp_path / "tiny.gguf", kind)
     plain = load(tmp_path / "tiny.gguf").layers[0]

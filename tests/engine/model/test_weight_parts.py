@@ -30,7 +30,7 @@ from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.stats import EngineInfo
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.linear import OneDnnKernel
-from headrace.ops.cuda.products.codes import in_codes
+from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.formats import Stored
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2}

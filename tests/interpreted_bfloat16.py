@@ -1,0 +1,40 @@
+"""bfloat16 for Triton's interpreter, which cuts numbers off where a GPU rounds, and multiplies their bits; no tests.
+
+`teach()` is for a process of its own, in which TRITON_INTERPRET is set.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["teach"]
+
+
+def teach() -> None:
+    """Make the interpreter round float32 to bfloat16 as a GPU does, and multiply matrices of bfloat16."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    tl = importlib.import_module("triton.language")
+    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+
+    def widened(bits: Any) -> Any:
+        return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+    def convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source == tl.bfloat16 and target == tl.float32:
+            return widened(data)
+        if source == tl.float32 and target == tl.bfloat16:
+            numbers = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+            return numbers.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return convert(data, source, target, rounding)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *given: Any) -> Any:
+        if a.dtype.scalar != tl.bfloat16:
+            return dot(self, a, b, d, *given)
+        product = widened(a.data).astype(np.float64) @ widened(b.data).astype(np.float64)
+        return interpreter.TensorHandle((product + d.data).astype(np.float32), d.dtype.scalar)
+
+    interpreter._convert_float, interpreter.InterpreterBuilder.create_dot = convert_float, create_dot
