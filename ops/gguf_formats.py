@@ -145,7 +145,8 @@ class GgufBlocks:
         values_OBw = _codes(kind, codes_OBc)
         if kind is Kind.Q6_K:
             scale_OBs1 = (scale_OB1 * codes_OBc[..., 192:].view(torch.int8).float()).unsqueeze(-1)
-            return ((values_OBw.float() - 32).unflatten(-1, (16, 16)) * scale_OBs1).flatten(-2)
+            weights_OBsg: Tensor = (values_OBw.float() - 32).unflatten(-1, (16, 16)) * scale_OBs1
+            return weights_OBsg.flatten(-2)
         if kind in (Kind.Q4_K, Kind.Q5_K):
             scales_OB8, minima_OB8 = _super_constants(codes_OBc)
             scale_OB81 = (scale_OB1 * scales_OB8.float()).unsqueeze(-1)
@@ -195,7 +196,7 @@ def _codes(kind: Kind, codes_OBc: Tensor) -> Tensor:
 
 def _super_codes(codes_OBc: Tensor, *, has_fifth: bool) -> Tensor:
     """Unpack the codes of Q4_K or Q5_K: after the constants (32 bytes of fifth bits and) 128 of halves."""
-    values_OB8g = _halves(codes_OBc[..., -128:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
+    values_OB8g: Tensor = _halves(codes_OBc[..., -128:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     if has_fifth:
         bits_81 = torch.arange(8, dtype=torch.uint8, device=codes_OBc.device).unsqueeze(1)
         values_OB8g |= ((codes_OBc[..., 12:44].unsqueeze(-2) >> bits_81) & 1) << 4
@@ -215,4 +216,5 @@ def _six_bits(codes_OBc: Tensor) -> Tensor:
     low_OB24g = torch.cat((low_OB2hg & 15, low_OB2hg >> 4), -2)
     shifts_41 = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=codes_OBc.device).unsqueeze(1)
     high_OB24g = (codes_OBc[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts_41) & 3
-    return (low_OB24g | high_OB24g << 4).flatten(-3)
+    codes_OB24g: Tensor = low_OB24g | high_OB24g << 4
+    return codes_OB24g.flatten(-3)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from headrace.ops.cuda.arch import NAMES, Arch
 from headrace.ops.cuda.attention.kernels import DEAL, DECODES, PREFILLS, EvenDecodes, FusedDecodes, TilePrefills
 from headrace.ops.cuda.attention.registry import resolve_decode, resolve_prefill
 from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.ops.cuda.codes.kinds import E2M1, E4M3, INT4, INT5, INT6, INT8, Kind
 from headrace.ops.cuda.hazards import Chain, Hazard, Launch
+from headrace.ops.cuda.products.coded import coded
 from headrace.ops.cuda.products.fusion import Fusion
 from headrace.ops.cuda.products.kernels import PRODUCTS, FewRowsProducts, dense
 from headrace.ops.cuda.products.registry import FUSIONS, WeightShape, resolve
@@ -165,6 +168,53 @@ def test_what_kernels_refuse_is_said_in_words() -> None:
     assert TilePrefills().refuses(window, HOPPER) == "the kernel has no sliding window"
     wide = HeadShape(heads=8, kv_heads=1, head_dim=128)
     assert "wants 131" in str(EvenDecodes().refuses(wide, Arch.named("sm_120")))
+
+
+CODED = WeightShape(4096, 4096, 128, kind=Kind(INT4, 128, True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arch", "has_ring"),
+    [
+        (Kind(INT4, 128, True), "sm_90", True),
+        (Kind(INT4, 128, True), "sm_89", False),
+        (Kind(E4M3), "sm_100", False),
+        (Kind(INT6, 16, scales="factors"), "sm_90", False),
+        (Kind(E2M1, 16, scales="e4m3 over"), "sm_80", False),
+        (Kind(INT4, 32, ordered=True), "sm_90", True),
+        (Kind(INT8, 16, ordered=True), "sm_90", False),
+    ],
+)
+def test_codes_are_multiplied_by_the_ring_where_it_takes_them_and_by_tiles_elsewhere(
+    kind: Kind, arch: str, has_ring: bool
+) -> None:
+    resolved = resolve(coded(kind), Arch.named(arch), CODED._replace(kind=kind))
+    elsewhere = ["vector", "tiles", "tiles", "unpacked", "unpacked"]
+    ring = ["vector", "even", "even", "even in passes", "unpacked"]
+    cases: tuple[tuple[Fusion, list[str]], ...] = (("plain", ring if has_ring else elsewhere), ("logits", elsewhere))
+    for fusion, wanted in cases:
+        table = resolved.kernels[fusion]
+        assert [table[rows].name.removesuffix(f", {kind.name}") for rows in (1, 5, 64, 100, 129)] == wanted
+        assert set(resolved.refused[fusion]).isdisjoint(kernel.name for _, kernel in table.spans)
+    assert resolved.kernels["gated"].at(64) is not None and resolved.kernels["gated"].at(200) is None
+
+
+def test_what_kernels_for_codes_refuse_is_said_in_words() -> None:
+    def refusals(kind: Kind, **changed: Any) -> dict[str, str]:
+        weight = CODED._replace(kind=kind, **changed)
+        return {each.name.split(",")[0]: str(each.refuses(HOPPER, weight, "gated")) for each in coded(kind)}
+
+    minima = Kind(INT5, 32, minima=True)
+    assert refusals(minima)["even"].endswith("for 32, 64 or 128 inputs, not int5-g32-minima")
+    assert refusals(minima)["tiles"] == refusals(minima)["vector"] == "None"
+    assert "bias" in refusals(minima, has_bias=True)["tiles"]
+    assert "bfloat16" in refusals(minima, dtype=torch.float16)["tiles"]
+    ordered = Kind(INT4, 32, ordered=True)
+    (even,) = (each for each in coded(ordered) if each.name.startswith("even, "))
+    assert even.name == "even, int4-g32-ordered" and not even.has_updates
+    assert even.refuses(HOPPER, CODED, "plain") == "multiplies by int4-g32-ordered, not int4-g128-zeros"
+    assert "multiples of 64" in str(even.refuses(HOPPER, CODED._replace(kind=ordered, size_out=8), "plain"))
+    assert even.builds(updates=False) and not even.builds(updates=True)
 
 
 def test_a_tuning_cannot_ask_a_kernel_for_more_rows_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

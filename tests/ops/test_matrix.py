@@ -21,6 +21,7 @@ import pytest
 import torch
 from commit import chosen, head
 from compiled_kernels import Launch, compiling_for
+from stored_codes import OTHERS, random_weight
 
 from headrace.ops.formats import Stored
 from headrace.ops.stream import HeadNorms, Stream
@@ -60,29 +61,52 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def some_kinds(what: str) -> list[Any]:
-    """All kinds of codes of quantised weights, or of floats and of integers one that the commit chooses for `what`."""
+def ring_kinds() -> tuple[list[Any], list[Any]]:
+    """The kinds of floats and of integers that the kernels of csrc/ take."""
     from headrace.ops.cuda.codes.kinds import E4M3, INT4, INT8, Kind
 
     groups = (32, 64, 128)
-    floats = [Kind(E4M3), *(Kind(E4M3, group) for group in groups)]
     integers = [Kind(INT8), *(Kind(INT8, group) for group in groups)]
     integers += [Kind(INT4, group, zeros) for group in groups for zeros in (False, True)]
-    if EVERYTHING:
-        return floats + integers
-    names = [chosen([kind.name for kind in kinds], 1, f"{COMMIT} {what}")[0] for kinds in (floats, integers)]
-    return [kind for kind in floats + integers if kind.name in names]
+    return [Kind(E4M3), *(Kind(E4M3, group) for group in groups)], integers
 
 
-def layouts(arch: str) -> Iterator[Any]:
-    """The formats of quantised weights that `arch` gets, that of whole lines of 8-bit floats always among them."""
-    from headrace.ops.cuda.codes.kinds import E4M3, Kind
+def some_kinds(what: str) -> list[Any]:
+    """All kinds that the kernels of csrc/ take, or of floats and of integers one that the commit chooses for `what`."""
+    found = []
+    for kinds in ring_kinds():
+        names = [kind.name for kind in kinds]
+        names = names if EVERYTHING else chosen(names, 1, f"{COMMIT} {what}")
+        found += [kind for kind in kinds if kind.name in names]
+    return found
+
+
+def ring_layouts() -> Iterator[Any]:
+    """The layouts that the kernels of csrc/ take."""
     from headrace.ops.cuda.codes.layout import CodeLayout
 
-    for kind in dict.fromkeys((Kind(E4M3), *some_kinds(arch))):
-        halves = kind.group and kind.codes != E4M3
+    floats, integers = ring_kinds()
+    for kind in (*floats, *integers):
+        halves = kind.group and kind not in floats
         for scale in (torch.bfloat16, torch.float16) if halves else (torch.float32,):
             yield CodeLayout(kind, scale)
+
+
+def other_layouts() -> Iterator[Any]:
+    """The layouts that Triton's kernels alone take."""
+    from headrace.ops.cuda.codes.packing import in_codes
+
+    return (in_codes(random_weight(format, 8, 1024), torch.bfloat16).format for format in OTHERS)
+
+
+def layouts(arch: str) -> list[Any]:
+    """The layouts of quantised weights that `arch` gets: all, or one of each sort that the commit chooses."""
+    found = []
+    for sort in (ring_layouts(), other_layouts()):
+        named = {f"{layout.name} {layout.scale}": layout for layout in sort}
+        names = list(named) if EVERYTHING else chosen(list(named), 1, f"{COMMIT} {arch}")
+        found += [named[name] for name in names]
+    return found
 
 
 def words(*shape: int) -> torch.Tensor:
@@ -260,12 +284,26 @@ def unpack(chip: Chip, rows: int) -> None:
     Unpacker(empty(1 << 20), DTYPES, 1 << 16)
 
 
+def coded(chip: Chip, rows: int) -> None:
+    """The products of a feed, plain and with the activation, and logits."""
+    ops = chip.ops
+    ops.product(empty(rows, chip.model.ffn), chip.down)
+    ops.gated(empty(rows, chip.model.hidden), chip.gate_up)
+    ops.logits(empty(rows, chip.model.hidden), chip.gate_up)
+
+
 def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip, int], None], Chip, int]]:
     """What is compiled: its name, the call, and the arguments of that."""
+    from headrace.ops.cuda.codes.kinds import E4M3, Kind
+    from headrace.ops.cuda.codes.layout import CodeLayout
+
+    floats = Chip(arch, MODELS[USUAL], codes=CodeLayout(Kind(E4M3), torch.float32))
+    for tokens in (1, 40, 2048) if everything else (1, 128):
+        yield f"fp8, prefill of {tokens}", prefill, floats, tokens
     for layout in layouts(arch):
         chip = Chip(arch, MODELS[USUAL], codes=layout)
-        for tokens in (1, 40, 2048) if everything else (1, 128):
-            yield f"{layout.name}, prefill of {tokens}", prefill, chip, tokens
+        for rows in (1, 4, 16, 17, 64, 128) if everything else (1, 64, 128):
+            yield f"{layout.name}, products of {rows}", coded, chip, rows
     for name in MODELS if everything else (USUAL,):
         model = MODELS[name]
         chip = Chip(arch, model)
@@ -296,7 +334,7 @@ def test_kernels_of_triton_compile_and_fit(arch: str, tmp_path: Path) -> None:
             unfit += [(what, launch) for launch in launches - before if launch.shared_bytes > chip.arch.shared_bytes]
     assert not unfit, f"{arch} has {chip.arch.shared_bytes} bytes"
     kernels = {launch.kernel for launch in launches}
-    assert kernels >= {"_unpack_kernel", "_coded_vector_kernel"}
+    assert kernels >= {"_unpack_kernel", "_coded_vector_kernel", "_coded_tiles_kernel"}
     assert "_to_codes_kernel" in kernels or not chip.arch.has("wgmma")
     assert len(kernels) >= (30 if EVERYTHING or arch in ALL_KERNELS else 5), kernels
 

@@ -18,6 +18,7 @@ from headrace.ops.cuda.codes.kinds import (
     TABLE,
     CodeName,
     Kind,
+    ScaleName,
 )
 from headrace.ops.formats import Stacked
 from headrace.ops.gguf_formats import GgufBlocks
@@ -56,8 +57,8 @@ def kind_of(format: Format, shape: tuple[int, ...]) -> Kind | str:
     if isinstance(format, GgufBlocks):
         return _BLOCKS.get(format.kind) or f"takes no blocks of {format.name}"
     if isinstance(format, Float4Groups):
-        scales = "e8m0" if format.scale == "e8m0" else "e4m3 over" if format.divides else "e4m3 times"
-        return Kind(E2M1, format.group, scales=scales)
+        factored: ScaleName = "e4m3 over" if format.divides else "e4m3 times"
+        return Kind(E2M1, format.group, scales="e8m0" if format.scale == "e8m0" else factored)
     if isinstance(format, Table4):
         return _group_misfit(format.group, ins) or Kind(TABLE, format.group, scales="float32")
     return f"takes quantised weights, not {format.name}"
@@ -87,7 +88,7 @@ def _kind_of_integers(format: IntGroups, ins: int) -> Kind | str:
     is_whole = format.group is None or (format.group == ins and (ins not in _GROUPS or codes == INT8))
     if is_whole or format.group is None:
         return Kind(codes, zeros=format.zeros, ordered=format.ordered)
-    scales = "float32" if format.scale == torch.float32 else "plain"
+    scales: ScaleName = "float32" if format.scale == torch.float32 else "plain"
     why = _group_misfit(format.group, ins)
     return why or Kind(codes, format.group, format.zeros, scales=scales, ordered=format.ordered)
 

@@ -55,8 +55,6 @@ def load_codes(memory, line, chunk, chunks, inside, KIND: tl.constexpr):
     more, words of high bits with one, and the constants of the chunk's first and last group."""
     at = line * chunks + chunk
     word = tl.load(memory.words + at[:, :, None] * 4 + tl.arange(0, 4)[None, None, :], mask=inside[:, :, None], other=0)
-    if KIND.codes == "int8":  # from two's complement to integers above zero
-        word = word ^ -2139062144
     fifth = word
     sixth = word
     if KIND.high > 0:
@@ -80,6 +78,7 @@ def load_constants(memory, line, column, inside, KIND: tl.constexpr):
     if KIND.group > 0:
         place = (column // KIND.group).to(tl.int64) * memory.pitch + line // KIND.share
         scale = _scale_of(tl.load(memory.scales + place, mask=inside, other=0), KIND)
+        offset = tl.zeros_like(scale)
         if KIND.zeros or KIND.minima:
             offset = tl.load(memory.zeros + place, mask=inside, other=0).to(tl.float32)
         if KIND.factors > 0:
@@ -156,6 +155,8 @@ def pair_of(word, high, table, number, constant, PAIR: tl.constexpr, KIND: tl.co
         low = ((pair & 0xFFFF) | constant).to(tl.float32, bitcast=True) - ABOVE
         return low, ((pair >> 16) | constant).to(tl.float32, bitcast=True) - ABOVE
     else:
+        if KIND.codes == "int8":  # from two's complement to integers above zero
+            word = word ^ -2139062144
         MASK: tl.constexpr = ((1 << KIND.bits) - 1) << (KIND.bits * PAIR)
         SHIFTED: tl.constexpr = 8388608.0 + (KIND.middle << (KIND.bits * PAIR))
         low = ((word & MASK) | constant).to(tl.float32, bitcast=True) - SHIFTED

@@ -123,7 +123,9 @@ class _FewRowsOfSource(_Compiled):
         self.name = self.dense_name if kind is None else f"{self.dense_name}, {kind.name}"
 
     def builds(self, *, updates: bool) -> Sequence[Callable[[], object]]:
-        """Return the function that compiles the source for each of its numbers of rows."""
+        """Return the function that compiles the source for each of its numbers of rows; none for codes it refuses."""
+        if self.kind is not None and self.kind.beyond_source is not None:
+            return ()
         macros = {} if self.kind is None else self.kind.macros
         return (partial(_build_for_rows, self.source, updates, macros),)
 

@@ -29,31 +29,30 @@ _CHUNKS = 64
 def _unpack_kernel(memory, out, first, chunks, KIND: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
     row = tl.program_id(0)
     line = (first + row).to(tl.int64)
-    chunk = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]  # of 16 bytes
-    inside = chunk < chunks
+    chunk = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # of 16 bytes
+    inside = (chunk < chunks)[:, None]
     number = tl.arange(0, 4 * KIND.pairs)[None, :]  # of a pair of neighbours in the chunk
-    at = line * chunks + chunk
+    at = (line * chunks + chunk)[:, None]
     word = tl.load(memory.words + at * 4 + number % 4, mask=inside, other=0)
-    if KIND.codes == "int8":
-        word = word ^ -2139062144
     fifth = word
     sixth = word
     if KIND.high > 0:
         fifth = tl.load(memory.high + at * KIND.high, mask=inside, other=0)
     if KIND.high > 1:
         sixth = tl.load(memory.high + at * KIND.high + 1, mask=inside, other=0)
-    column = chunk * KIND.chunk
-    if KIND.parts > 1:
-        column = column + 2 * number
-    constants = load_constants(memory, line, column, inside, KIND)
+    if KIND.group >= KIND.chunk:
+        scale, offset = load_constants(memory, line, chunk * KIND.chunk, chunk < chunks, KIND)
+        constants = (scale[:, None], offset[:, None])
+    else:
+        constants = load_constants(memory, line, chunk[:, None] * KIND.chunk + 2 * number, inside, KIND)
     shifted = word >> (KIND.bits * (number // 4))
     table = memory.table + line // 8 * 16
     low, up = numbers_of(shifted, (fifth, sixth), table, number, memory.constant, constants, 0, KIND)
-    scale = line_scales(memory, line, KIND)
+    of_line = line_scales(memory, line, KIND)
     # Neighbours are stored together: single elements would cost as many transactions as 16 bytes.
-    low = (low * scale).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    up = (up * scale).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
-    place = (row.to(tl.int64) * chunks + chunk) * (4 * KIND.pairs) + number
+    low = (low * of_line).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    up = (up * of_line).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    place = (row.to(tl.int64) * chunks + chunk)[:, None] * (4 * KIND.pairs) + number
     tl.store(out + place, low | up, mask=inside)
 
 
