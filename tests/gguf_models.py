@@ -61,11 +61,17 @@ def encoded(values: np.ndarray[Any, Any], kind: Kind, rng: np.random.Generator) 
 
 
 def write_model(
-    path: Path, kind: Kind, arch: str = "llama", extra: dict[str, tuple[int, ...]] | None = None, **split: Any
+    path: Path,
+    kind: Kind,
+    arch: str = "llama",
+    extra: dict[str, tuple[int, ...]] | None = None,
+    kinds: dict[str, Kind] | None = None,
+    **split: Any,
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Write a tiny model whose matrices are of `kind`; return every tensor as the gguf package dequantises it.
+    """Write a tiny model whose matrices are of `kind`, or of those that `kinds` has by name.
 
-    `split` is the package's `split_max_tensors` and what goes with it: parts are named after `path`.
+    Returns every tensor as the gguf package dequantises it. `split` is the package's `split_max_tensors` and what goes
+    with it: parts are named after `path`.
     """
     rng = np.random.default_rng(3)
     writer = gguf.GGUFWriter(path, arch, **split)
@@ -84,7 +90,7 @@ def write_model(
         values = rng.normal(size=shape).astype(np.float32)
         if name == "rope_freqs.weight":
             values = np.linspace(1, 8, shape[0], dtype=np.float32)
-        raw_kind = kind if len(shape) == 2 else Kind.F32
+        raw_kind = (kinds or {}).get(name, kind) if len(shape) == 2 else Kind.F32
         raw = encoded(values, raw_kind, rng)
         expected[name] = gguf.quants.dequantize(raw, raw_kind)
         writer.add_tensor(name, raw, raw_dtype=raw_kind)

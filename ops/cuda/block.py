@@ -91,9 +91,11 @@ class CudaOps:
 
     def pack(self, weight: Stored, bias_O: Tensor | None) -> CudaProduct:
         """Pack a weight and its bias, and choose the kernels; values in the dtype of activations keep their address."""
-        dtype = self.shape.dtype
-        packed = codes_of(weight) if isinstance(weight.format, CodeLayout) else weight.dense(dtype)
-        return self.products.pack(packed, bias_O, self.shape.head_dim, dtype)
+        dtype, pieces = self.shape.dtype, weight.pieces()
+        if all(isinstance(piece.format, CodeLayout) for piece in pieces):
+            codes = [codes_of(piece) for piece in pieces]
+            return self.products.pack_codes(codes, bias_O, self.shape.head_dim, dtype)
+        return self.products.pack(weight.dense(dtype), bias_O, self.shape.head_dim, dtype)
 
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""

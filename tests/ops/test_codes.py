@@ -71,12 +71,22 @@ def test_what_cannot_be_held_is_said_in_words(format: Format, shape: tuple[int, 
     assert reason in str(kind_of(format, shape))
 
 
-def test_pieces_that_differ_are_no_one_weight() -> None:
-    mixed = Stored.stack([random_weight(GgufBlocks(kind), 64, 256) for kind in (Block.Q4_K, Block.Q6_K)])
-    assert "one format, not q4_k + q6_k" in str(kind_of(mixed.format, mixed.shape))
+def test_pieces_that_differ_have_codes_of_their_own() -> None:
+    """Two neighbours of one kind are one weight; each of several orders stays by itself."""
+    kinds = (Block.Q4_K, Block.Q4_K, Block.Q6_K)
     ordered = IntGroups(4, 128, ordered=True, scale=torch.float16)
-    both = Stored.stack([random_weight(ordered, 64, 256, seed=seed) for seed in (0, 1)])
-    assert "one order of columns" in str(kind_of(both.format, both.shape))
+    for formats, count, reason in (
+        ([GgufBlocks(kind) for kind in kinds], 2, "one format, not q4_k + q4_k + q6_k"),
+        ([ordered, ordered], 2, "one order of columns"),
+    ):
+        whole = Stored.stack([random_weight(format, 64, 256, seed=seed) for seed, format in enumerate(formats)])
+        assert reason in str(kind_of(whole.format, whole.shape))
+        packed = in_codes(whole, torch.bfloat16)
+        assert len(packed.pieces()) == count
+        assert all(isinstance(piece.format, CodeLayout) for piece in packed.pieces())
+        assert torch.equal(packed.dense(torch.float32), whole.dense(torch.float32))
+    unknown = Stored.stack([random_weight(GgufBlocks(Block.Q4_K), 64, 256), random_weight(Fp8((100, 128)), 64, 256)])
+    assert in_codes(unknown, torch.bfloat16).format == Dense(torch.bfloat16)
 
 
 def test_kinds_have_names_of_their_own_and_the_ring_knows_its_kinds() -> None:

@@ -15,6 +15,8 @@ SCRIPT = """
 import sys
 
 import torch
+from emulated_cuda import modules
+from gguf import GGMLQuantizationType as Block
 from interpreted_bfloat16 import teach
 from stored_codes import FORMATS, label, random_weight, whole
 
@@ -23,12 +25,18 @@ from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.codes.kinds import E4M3
 from headrace.ops.cuda.codes.layout import codes_of
 from headrace.ops.cuda.codes.packing import in_codes
+from headrace.ops.cuda.hazards import Chain
+from headrace.ops.cuda.products.coded import coded
 from headrace.ops.cuda.products.coded_tiles import TileTiling, coded_tiles_linear
 from headrace.ops.cuda.products.coded_vector import VectorTiling, coded_vector_linear
 from headrace.ops.cuda.products.gathered import gather
 from headrace.ops.cuda.products.linear import LinearScratch
+from headrace.ops.cuda.products.packed import Products
+from headrace.ops.cuda.products.registry import ProductRoom
 from headrace.ops.cuda.products.scaled import to_codes
 from headrace.ops.cuda.products.unpacked import unpack
+from headrace.ops.formats import Stored
+from headrace.ops.gguf_formats import GgufBlocks
 from headrace.ops.quantised import IntGroups
 
 teach()
@@ -98,6 +106,23 @@ for number, format in list(enumerate(FORMATS))[first::step]:
         truth = x.double() @ dense.T
         assert (product_NO - truth).abs().max() < 0.15 * truth.abs().max()  # the interpreter rounds to 8 bits badly
     print(label(format), flush=True)
+
+if not first:  # weights of three kinds, one above the other, as an engine multiplies by them
+    sys.modules.update({name: each for name, each in modules().items() if name.startswith("flashinfer")})
+    several = [GgufBlocks(Block.Q4_K), GgufBlocks(Block.Q6_K), IntGroups(4, 32, ordered=True, scale=torch.float16)]
+    sizes = zip(several, (40, 24, 16), strict=True)
+    weight = Stored.stack([random_weight(format, size, 256) for format, size in sizes])
+    codes = [codes_of(piece) for piece in in_codes(weight, torch.bfloat16).pieces()]
+    room = ProductRoom(LinearScratch("cpu", Arch.named("sm_80")), 1e-6, False, Chain())
+    able = [kernel for each in codes for kernel in coded(each.kind)]
+    packed = Products(room.scratch.arch, room, able).pack_codes(codes, None, 64, torch.bfloat16)
+    for rows, dtype in ((1, torch.bfloat16), (5, torch.bfloat16), (5, torch.float32), (70, torch.bfloat16)):
+        x, out = torch.randn(rows, 256).bfloat16(), torch.full((rows, 80), torch.nan, dtype=dtype)
+        table = packed.runs.plain if dtype == torch.bfloat16 else packed.runs.logits
+        packed.run(table[rows], x, out)
+        truth = x.double() @ weight.dense(torch.float32).double().T
+        assert ((out - truth).abs().amax(1) / truth.abs().amax(1)).max() < 4 * ULP, rows
+    assert packed.size_out == 80 and packed.runs.gated.at(1) is None
 """
 
 

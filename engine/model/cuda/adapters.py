@@ -276,6 +276,8 @@ class CudaBank:
 
 def _has_updates_inside(shape: ModelShape, ops: CudaOps) -> bool:
     """Return whether all products of a layer without biases can have an adapter's updates inside; compile these."""
+    if ops.products.has_pieces:
+        return False
     heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     hidden, ffn, head_dim = shape.hidden_size, shape.ffn_size, shape.head_dim
     builds: dict[str, Sequence[Callable[[], object]]] = {}

@@ -18,7 +18,7 @@ from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
 from headrace.ops.cuda.attention.shape import HeadShape
-from headrace.ops.cuda.codes.held import kind_of
+from headrace.ops.cuda.codes.held import kind_of, kinds_of_pieces
 from headrace.ops.cuda.codes.kinds import Kind
 from headrace.ops.cuda.kernels import KERNELS, Kernels
 from headrace.ops.cuda.products.fusion import Fusion
@@ -105,7 +105,7 @@ def list_kernels(
     for what, product in _products(spec, weights, quantize_head).items():
         kind = product.shape.kind
         coded = () if kind is None else kernels.coded(kind)
-        resolved, steps = resolve((*coded, *kernels.products), arch, product.shape), _steps(spec, product.name)
+        resolved, steps = resolve((*coded, *kernels.products), arch, product.shape), _steps(spec, product)
         lines += [Line(what, _WORDS[fusion], _cells(resolved, fusion, rows, kind)) for fusion in steps]
         refusals += _product_refusals(what, steps, resolved)
         if product.is_unpacked is not None:
@@ -127,19 +127,24 @@ def list_kernels(
     return KernelList(tuple(lines), tuple(_together(refusals)))
 
 
-def _steps(spec: DecoderSpec, product: str) -> tuple[Fusion, ...]:
-    """Return what a launch of a product may compute, by where a model's norms are and what its feed's activation is."""
+def _steps(spec: DecoderSpec, product: _Product) -> tuple[Fusion, ...]:
+    """Return what a launch of a product may compute, by where a model's norms are and what its feed's activation is.
+
+    Where several weights are multiplied one after the other, that is the product alone.
+    """
+    if product.is_piece:
+        return _STEPS[product.name][-1:]
     placements = {layer.norms.placement for layer in spec.layers}
     unused: set[Fusion] = set()
     if placements != {"pre"}:
         unused |= {"heads", "residual", "factors plain", "factors gated"}
-    if product == "qkv" and spec.uniform_attention.qk_norm_across_heads:
+    if product.name == "qkv" and spec.uniform_attention.qk_norm_across_heads:
         unused |= {"norm plain", "heads", "factors plain"}
     if "post" in placements:
         unused |= {"norm plain", "norm gated", "gated"}
     if spec.uniform_feed.activation != "silu":
         unused |= {"norm gated", "factors gated", "gated"}
-    return tuple(fusion for fusion in _STEPS[product] if fusion not in unused)
+    return tuple(fusion for fusion in _STEPS[product.name] if fusion not in unused)
 
 
 class _Product(NamedTuple):
@@ -152,6 +157,8 @@ class _Product(NamedTuple):
     """Name of the format in which the weight is stored."""
     is_unpacked: str | None
     """Why a quantised weight is not multiplied by its codes, in words; None where it is, and for dense ones."""
+    is_piece: bool = False
+    """Whether it is one of several weights that are multiplied one after the other."""
 
 
 def _products(spec: DecoderSpec, weights: DecoderWeights | None, quantize_head: bool) -> dict[str, _Product]:
@@ -164,7 +171,7 @@ def _products(spec: DecoderSpec, weights: DecoderWeights | None, quantize_head: 
         layer = weights.layers[number]
         for of_layer in (layer.mixer, layer.feed):
             for name in of_layer.matrices:
-                found.setdefault(name, Counter())[_product(name, of_layer, head_dim)] += 1
+                found.setdefault(name, Counter()).update(set(_pieces(name, of_layer, head_dim)))
     if spec.has_head:
         found["head"] = Counter([_head(weights.head, head_dim, quantize_head)])
     return {
@@ -187,6 +194,17 @@ def _product(name: str, of_layer: SublayerWeights, head_dim: int) -> _Product:
     return _Product(name, shape._replace(kind=kind), format, None)
 
 
+def _pieces(name: str, of_layer: SublayerWeights, head_dim: int) -> list[_Product]:
+    """Return the products of which a layer's is made: one, or one for each weight that has a kind of its own."""
+    weight = of_layer.matrices[name]
+    whole, pieces, found = _product(name, of_layer, head_dim), iter(weight.pieces()), list[_Product]()
+    for kind, count in kinds_of_pieces(weight.format, weight.shape) if whole.is_unpacked else ():
+        piece = Stored.stack([next(pieces) for _ in range(count)])
+        shape = WeightShape(*piece.shape, head_dim, kind=kind)
+        found.append(_Product(name, shape, _name(piece.format), None, is_piece=True))
+    return found or [whole]
+
+
 def _name(format: Format) -> str:
     """Return the name of a format; of weights one above the other the different names, each once."""
     pieces = [piece for piece, _ in format.pieces] if isinstance(format, Stacked) else [format]
@@ -205,9 +223,11 @@ def _head(weight: Stored, head_dim: int, quantize_head: bool) -> _Product:
 
 
 def _called(product: _Product, layers: int | None) -> str:
-    """Return the name of a product, with its format if it is quantised, and its number of layers if these differ."""
+    """Return the name of a product, with its format if it is quantised, its outputs if they are not all of its layer's,
+    and its number of layers if these differ."""
     is_dense = product.shape.kind is None and product.is_unpacked is None
     told = [] if is_dense and layers is None else [product.format]
+    told += [f"{product.shape.size_out} outputs"] if product.is_piece else []
     told += [] if layers is None else [f"{layers} layer{'s' * (layers != 1)}"]
     return f"{product.name} ({', '.join(told)})" if told else product.name
 

@@ -99,7 +99,8 @@ def kinds_of(weights: DecoderWeights) -> list[Kind]:
         for matrix in sublayer.matrices.values()
     )
     matrices = (*of_layers, weights.head)
-    kinds = {matrix.format.kind for matrix in matrices if isinstance(matrix.format, CodeLayout)}
+    formats = [piece.format for matrix in matrices for piece in matrix.pieces()]
+    kinds = {format.kind for format in formats if isinstance(format, CodeLayout)}
     return sorted(kinds, key=lambda kind: kind.name)
 
 

@@ -27,7 +27,7 @@ from headrace.ops.quantised import Float4Groups, Fp8, IntGroups, Table4
 if TYPE_CHECKING:
     from headrace.ops.formats import Format
 
-__all__ = ["kind_of"]
+__all__ = ["kind_of", "kinds_of_pieces"]
 
 _FLOAT_GROUPS: Final = (32, 64, 128)
 _GROUPS: Final = (16, 32, 64, 128, 256, 512, 1024)
@@ -62,6 +62,25 @@ def kind_of(format: Format, shape: tuple[int, ...]) -> Kind | str:
     if isinstance(format, Table4):
         return _group_misfit(format.group, ins) or Kind(TABLE, format.group, scales="float32")
     return f"takes quantised weights, not {format.name}"
+
+
+def kinds_of_pieces(format: Format, shape: tuple[int, ...]) -> list[tuple[Kind, int]]:
+    """Return the kinds of weights that are no one weight in codes, each with a number of neighbours that are.
+
+    They read the same inputs, and are multiplied one after the other. The list is empty unless all have a kind.
+    """
+    if not isinstance(format, Stacked):
+        return []
+    found: list[tuple[Kind, int]] = []
+    for piece, size in format.pieces:
+        kind = kind_of(piece, (size, shape[-1]))
+        if isinstance(kind, str):
+            return []
+        if found and found[-1][0] == kind and not kind.ordered:
+            found[-1] = (kind, found[-1][1] + 1)
+        else:
+            found.append((kind, 1))
+    return found
 
 
 def _kind_of_pieces(format: Stacked, ins: int) -> Kind | str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from headrace.ops.cuda.codes.held import kind_of
+from headrace.ops.cuda.codes.held import kind_of, kinds_of_pieces
 from headrace.ops.cuda.codes.kinds import INT8, LINES_OF_SCALE, LINES_OF_TABLE, Kind
 from headrace.ops.cuda.codes.layout import EIGHT_BITS, FOUR_BITS, CodeLayout
 from headrace.ops.formats import Stored
@@ -39,9 +39,18 @@ class _Piece(NamedTuple):
 
 
 def in_codes(weight: Stored, dtype: torch.dtype) -> Stored:
-    """Return a weight as the GPU keeps it: in codes if there is a kind for its format, else dense in `dtype`."""
+    """Return a weight as the GPU keeps it: in codes if there is a kind for its format, else dense in `dtype`.
+
+    Weights one above the other for which there is no common kind become one weight in codes each.
+    """
     kind = kind_of(weight.format, weight.shape)
-    return Stored.from_dense(weight.dense(dtype)) if isinstance(kind, str) else _packed(weight, kind)
+    if isinstance(kind, Kind):
+        return _packed(weight, kind)
+    kinds = kinds_of_pieces(weight.format, weight.shape)
+    if not kinds:
+        return Stored.from_dense(weight.dense(dtype))
+    pieces = iter(weight.pieces())
+    return Stored.stack([_packed(Stored.stack([next(pieces) for _ in range(count)]), kind) for kind, count in kinds])
 
 
 def _packed(weight: Stored, kind: Kind) -> Stored:

@@ -18,6 +18,7 @@ from headrace.ops.cuda.products.registry import (
     WeightShape,
     resolve,
 )
+from headrace.ops.cuda.tuning.table import ANY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +81,31 @@ class CudaProduct(NamedTuple):
         chosen.run.run(x_NI, self.layouts[chosen.layout], out, before, after, updates)
 
 
+class _Pieces:
+    """Product with weights of several kinds of codes, one above the other, by the kernels of each."""
+
+    def __init__(self, products: Sequence[CudaProduct]) -> None:
+        """Multiply by `products`, in the order of their outputs."""
+        self._products = products
+
+    def run(
+        self,
+        x_NI: Tensor,
+        _weight: Tensor | Codes,
+        out: Tensor,
+        before: Before = None,
+        after: After = None,
+        updates: UpdateSite | None = None,
+    ) -> None:
+        """Enqueue the product alone, or logits, of each weight, whatever weight is given."""
+        assert before is None and after is None and updates is None
+        first = 0
+        for each in self._products:
+            table = each.runs.plain if out.dtype == x_NI.dtype else each.runs.logits
+            each.run(table[len(x_NI)], x_NI, out[:, first : first + each.size_out])
+            first += each.size_out
+
+
 class Products:
     """The kernels of one stream."""
 
@@ -89,6 +115,8 @@ class Products:
         self._layouts = list(dict.fromkeys((dense, *(kernel.layout for kernel in kernels))))
         self._chosen: dict[str, Chosen] = {}
         self._runs: dict[WeightShape, Runs] = {}
+        self.has_pieces = False
+        """Whether a weight was packed that is multiplied piece by piece."""
 
     def resolved(self, weight: WeightShape) -> Resolved:
         """Return the choice for a weight."""
@@ -118,6 +146,24 @@ class Products:
             self._layouts[place](weight) if place in used and place else rows_OI for place in range(len(self._layouts))
         )
         return CudaProduct(size_out, rows_OI, bias_O, layouts, runs)
+
+    def pack_codes(
+        self, pieces: Sequence[Codes], bias_O: Tensor | None, head_dim: int, dtype: torch.dtype
+    ) -> CudaProduct:
+        """Pack weights in codes, one above the other, as `pack` does; several are multiplied one after the other.
+
+        Several fuse nothing: what is computed with their product is composed of other kernels.
+        """
+        if len(pieces) == 1:
+            return self.pack(pieces[0], bias_O, head_dim, dtype)
+        self.has_pieces = True
+        products = [self.pack(piece, None, head_dim, dtype) for piece in pieces]
+        each, none = ByRows([(ANY, Chosen(_Pieces(products), 0))]), ByRows[Chosen]([])
+        runs = Runs(
+            plain=each, logits=each, gated=none, residual=none, norm_plain=none, norm_gated=none,
+            factors_plain=none, factors_gated=none, heads=none,
+        )  # fmt: skip
+        return CudaProduct(sum(product.size_out for product in products), None, bias_O, (pieces[0],), runs)
 
     def _ready(self, resolved: Resolved) -> Runs:
         def ready(fusion: Fusion) -> ByRows[Chosen]:

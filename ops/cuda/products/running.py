@@ -244,10 +244,13 @@ class ScaledRun(_Run):
         codes, out = product.codes, product.out
         codes_NI, scales_N1 = to_codes(product.x_NI)
         codes_IO = codes.codes_OB.view(torch.float8_e4m3fn).t()
+        whole = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         torch._scaled_mm(
             codes_NI, codes_IO, scale_a=scales_N1, scale_b=codes.scales[None], out_dtype=out.dtype,
-            use_fast_accum=True, out=out,
+            use_fast_accum=True, out=whole,
         )  # fmt: skip
+        if whole is not out:
+            out.copy_(whole)
 
 
 def _multiply(x_NI: Tensor, weight_OI: Tensor, out_NO: Tensor) -> None:

@@ -84,6 +84,17 @@ def test_a_gpu_keeps_blocks_in_codes(kind: Kind, name: str, tmp_path: Path) -> N
             assert torch.equal(tensor_of(matrix), tensor_of(dense.matrices[field])), field
 
 
+def test_a_gpu_keeps_weights_of_one_product_in_codes_of_their_own(tmp_path: Path) -> None:
+    """As files have them whose values are in more bits than their queries and keys."""
+    write_model(tmp_path / "tiny.gguf", Kind.Q4_K, kinds={"blk.0.attn_v.weight": Kind.Q6_K})
+    (plain, layer) = (
+        load(tmp_path / "tiny.gguf", **options).layers[0].mixer.matrices["qkv"]
+        for options in ({}, {"layout": lambda weight: in_codes(weight, torch.float32)})
+    )
+    assert [piece.format.name for piece in layer.pieces()] == ["int4-g32-minima-factors", "int6-g16-factors"]
+    assert torch.equal(tensor_of(layer), tensor_of(plain))
+
+
 def test_only_the_llama_architecture_interleaves_pairs(tmp_path: Path) -> None:
     expected = write_model(tmp_path / "tiny.gguf", Kind.F32, "qwen2", {**BIASES, "output.weight": (VOCAB, HIDDEN)})
     weights = load(tmp_path / "tiny.gguf")

@@ -187,6 +187,10 @@ def test_a_gpu_keeps_what_headers_say(tmp_path: Path) -> None:
         write_model(path, kind)
         with GgufFile(path) as file:
             sources.append((path, file.spec()))
+    mixed = tmp_path / "mixed.gguf"
+    write_model(mixed, Kind.Q4_K, kinds={"blk.0.attn_v.weight": Kind.Q6_K, "blk.0.ffn_down.weight": Kind.Q6_K})
+    with GgufFile(mixed) as file:
+        sources.append((mixed, file.spec()))
     for number, case in enumerate(CASES.values()):
         write_checkpoint(tmp_path / str(number), case)
         sources.append((tmp_path / str(number), from_hf(read_hf_config(tmp_path / str(number)))))
