@@ -171,7 +171,7 @@ def _products(spec: DecoderSpec, weights: DecoderWeights | None, quantize_head: 
         layer = weights.layers[number]
         for of_layer in (layer.mixer, layer.feed):
             for name in of_layer.matrices:
-                found.setdefault(name, Counter()).update(set(_pieces(name, of_layer, head_dim)))
+                found.setdefault(name, Counter()).update(dict.fromkeys(_pieces(name, of_layer, head_dim), 1))
     if spec.has_head:
         found["head"] = Counter([_head(weights.head, head_dim, quantize_head)])
     return {
@@ -200,7 +200,7 @@ def _pieces(name: str, of_layer: SublayerWeights, head_dim: int) -> list[_Produc
     whole, pieces, found = _product(name, of_layer, head_dim), iter(weight.pieces()), list[_Product]()
     for kind, count in kinds_of_pieces(weight.format, weight.shape) if whole.is_unpacked else ():
         piece = Stored.stack([next(pieces) for _ in range(count)])
-        shape = WeightShape(*piece.shape, head_dim, kind=kind)
+        shape = WeightShape(piece.shape[0], piece.shape[1], head_dim, kind=kind)
         found.append(_Product(name, shape, _name(piece.format), None, is_piece=True))
     return found or [whole]
 

@@ -190,7 +190,9 @@ class OrderedRun:
     def __init__(self, room: ProductRoom, run: ProductRun) -> None:
         """Launch on the stream of `room`."""
         self._run, self._pdl, self._note = run, room.pdl, room.chain.note
-        self._launch = Launch("the gather of an input", room.pdl, writes=frozenset(("activations",)))
+        self._launch = Launch(
+            "the gather of an input", room.pdl, early=frozenset(("weights",)), writes=frozenset(("activations",))
+        )
 
     def run(
         self,
