@@ -64,8 +64,9 @@ def _multiplied(
         of_words = (scale[:, :, None], offset[:, :, None])
         number = 4 * pair + four[None, None, :]
         low, up = numbers_of(word, high, table, number, constant, of_words, pair, KIND)
-        total = tl.dot(low.to(tl.bfloat16).reshape(LINES, 4 * BLOCK), x_low, total)
-        total = tl.dot(up.to(tl.bfloat16).reshape(LINES, 4 * BLOCK), x_high, total)
+        # Rounded last: for sm_100 Triton 3.6 fails to compile a product of what has just been reshaped.
+        total = tl.dot(low.reshape(LINES, 4 * BLOCK).to(tl.bfloat16), x_low, total)
+        total = tl.dot(up.reshape(LINES, 4 * BLOCK).to(tl.bfloat16), x_high, total)
     return total
 
 
