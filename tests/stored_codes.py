@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headrace.ops.formats import Format, PartSpec, Stored
 from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks
+from headrace.ops.gguf_small import SMALL_KINDS
 from headrace.ops.quantised import Float4Groups, Fp8, IntGroups, Table4
 
 __all__ = ["FORMATS", "OTHERS", "RING", "label", "random_weight", "whole"]
@@ -25,7 +26,7 @@ RING: tuple[Format, ...] = (
 )
 """Formats that Hopper's kernels of csrc/ multiply by."""
 OTHERS: tuple[Format, ...] = (
-    *(GgufBlocks(kind) for kind in BLOCK_KINDS if kind not in (Kind.Q8_0, Kind.Q4_0)),
+    *(GgufBlocks(kind) for kind in BLOCK_KINDS if kind not in (Kind.Q8_0, Kind.Q4_0, *SMALL_KINDS)),
     Float4Groups("e8m0"),
     Float4Groups("e4m3"),
     Float4Groups("e4m3", divides=True),

@@ -65,6 +65,7 @@ def test_exponents_of_all_sizes_are_kept() -> None:
         (Fp8((100, 128)), (64, 256), "multiples of 8 outputs"),
         (Fp8(), (64, 100), "64 inputs"),
         (Dense(torch.bfloat16), (64, 256), "quantised weights, not bfloat16"),
+        (GgufBlocks(Block.Q3_K), (64, 256), "takes no blocks of q3_k"),
     ],
 )
 def test_what_cannot_be_held_is_said_in_words(format: Format, shape: tuple[int, int], reason: str) -> None:
