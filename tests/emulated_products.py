@@ -111,11 +111,11 @@ class EmulatedRun:
 
 
 def dense_of(weight: Any) -> Tensor:
-    """The numbers that codes stand for."""
+    """The numbers that codes stand for, rounded as a plain model's are, so that both give the same tokens."""
     layout = importlib.import_module("headrace.ops.cuda.codes.layout").CodeLayout(weight.kind, weight.scales.dtype)
     fields = {"codes": "codes_OB", "order": "order_I"}
     parts = {name: getattr(weight, fields.get(name, name)) for name in layout.parts(weight.shape)}
-    dense: Tensor = layout.dense(parts, weight.shape, torch.float32)
+    dense: Tensor = layout.dense(parts, weight.shape, torch.bfloat16)
     return dense
 
 

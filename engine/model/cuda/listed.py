@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights, SublayerWeights, describe_weights
-from headrace.engine.model.cuda.operations import check_scores
+from headrace.engine.model.cuda.variants import check_scores
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill

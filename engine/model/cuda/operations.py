@@ -8,9 +8,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from headrace.adapters.untrusted import refuse
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.cuda.variants import check_scores
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
@@ -27,7 +27,7 @@ from headrace.ops.cuda.products.packed import CudaProduct, Products
 from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom
 from headrace.ops.paged import KvScales
 
-__all__ = ["CudaDecoder", "check_scores", "cuda_ops", "head_shape", "kinds_of"]
+__all__ = ["CudaDecoder", "cuda_ops", "head_shape", "kinds_of"]
 
 CudaDecoder: TypeAlias = Decoder[CudaProduct, CudaStep, Tensor]
 
@@ -44,13 +44,6 @@ def head_shape(attention: Attention, *, page_size: int, dtype: torch.dtype, kv_d
         scale=attention.scale,
         window=attention.window,
     )
-
-
-def check_scores(spec: DecoderSpec) -> None:
-    """Raise `ModelRejected` where a layer's attention is a variant that no kernel computes."""
-    for attention in spec.attention_kinds:
-        if attention.scores != Attention.scores:
-            refuse(spec.architecture, "the scores of a layer's attention", attention.scores, Attention.scores)
 
 
 def cuda_ops(
