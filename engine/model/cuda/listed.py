@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 import torch
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights, SublayerWeights, describe_weights
-from headrace.engine.model.cuda.variants import check_scores
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
@@ -100,7 +99,7 @@ def list_kernels(
     Raises:
         ModelRejected: No kernel computes the attention of a layer.
     """
-    check_scores(spec)
+    attentions = spec.softmax_kinds
     lines, refusals = list[Line](), list[Refusal]()
     for what, product in _products(spec, weights, quantize_head).items():
         kind = product.shape.kind
@@ -111,7 +110,7 @@ def list_kernels(
         if product.is_unpacked is not None:
             refusals.append(Refusal("those for codes", what, f"{product.is_unpacked}: kept in bfloat16"))
     kv_dtype = torch.float8_e4m3fn if fp8 else None
-    for attention in spec.attention_kinds:
+    for attention in attentions:
         shape = HeadShape(
             heads=attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim,
             scale=attention.scale, window=attention.window, kv_dtype=kv_dtype,

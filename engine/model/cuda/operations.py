@@ -10,7 +10,6 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.cuda.compiling import compiles
-from headrace.engine.model.cuda.variants import check_scores
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
@@ -65,8 +64,7 @@ def cuda_ops(
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is a variant
             that no kernel computes.
     """
-    check_scores(spec)
-    kinds = spec.attention_kinds
+    kinds = spec.softmax_kinds
     head_dim = kinds[0].head_dim
     rotations = [torch.cat(rotation_table(rope, max_positions, head_dim, device), dim=1) for rope in spec.ropes]
     room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
