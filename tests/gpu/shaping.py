@@ -153,6 +153,7 @@ class SideBySide:
         found_BV = self._sampler._shaped.arrays().out_BV.cpu().numpy()
         again = StepPlan(0, given=[GivenTokens(batch[place], len(self._known[batch[place]]), []) for place in late])
         self._rows.give(self._sampler.take(again))
+        self._rows.flush()
         for place, row in enumerate(batch):
             if place in late:
                 continue
