@@ -22,8 +22,11 @@ _KEPT = (0.4, 0.8)  # part of a trace that counts
 _CLASSES = (
     ("copies", r"memcpy|memset|copy|fillfunctor"),
     ("attention", r"attention|attn|flash|fmha|mha|xqa|fused_decode|paged|prefill|decode|attend|merge_state"),
-    ("product", r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|linear|vector_kernel|matmul"),
-    ("norm, rope, silu, embedding", r"norm|rope|rotary|silu|act_and_mul|embed|vectorized_gather|indexselect"),
+    (
+        "product",
+        r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|linear|vector_kernel|coded_|to_codes|gather_inputs|matmul",
+    ),
+    ("norm, rope, silu, embedding", r"norm|rope|rotary|silu|activate|act_and_mul|embed|vectorized_gather|indexselect"),
     (
         "sampling",
         r"sampl|choose|shape_kernel|words_kernel|count_|scores|survey|bounds|gather_kernel|search_kernel|argmax|topk|top_k|softmax|sort",

@@ -95,7 +95,10 @@ def test_refusals_say_what_would_run(tmp_path: Path) -> None:
     ("config", "told"),
     [
         ({}, "pytorch_model.bin is a pickle, which can run code; safetensors are read"),
-        ({"architectures": ["GemmaForCausalLM"]}, "supported: LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+        (
+            {"architectures": ["GemmaForCausalLM"]},
+            "supported: LlamaForCausalLM, MistralForCausalLM, MinistralForCausalLM",
+        ),
     ],
 )
 async def test_a_refused_format_or_family_says_what_would_run(config: Any, told: str, tmp_path: Path) -> None:

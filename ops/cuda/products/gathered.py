@@ -20,7 +20,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _gather_kernel(x, order, out, size_in, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gather_inputs_kernel(x, order, out, size_in, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size_in
@@ -41,6 +41,6 @@ def gather(x_NI: Tensor, order_I: Tensor, out_NI: Tensor, *, pdl: bool = False) 
         pdl: Whether to use programmatic dependent launch, in which the order is read before the wait.
     """
     rows, size_in = x_NI.shape
-    _gather_kernel[(rows, triton.cdiv(size_in, _BLOCK))](
+    _gather_inputs_kernel[(rows, triton.cdiv(size_in, _BLOCK))](
         x_NI, order_I, out_NI, size_in, x_NI.stride(0), BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
     )

@@ -85,6 +85,8 @@ async def test_what_was_replaced_is_put_back(tmp_path: Path) -> None:
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "product"),
         ("_linear_kernel", "product"),
         ("_vector_kernel", "product"),
+        ("_coded_tiles_kernel", "product"),
+        ("_gather_inputs_kernel", "product"),
         ("_norm_rope_kernel", "norm, rope, silu, embedding"),
         ("_activate_mul_kernel", "norm, rope, silu, embedding"),
         ("void at::native::vectorized_gather_kernel<16, long>", "norm, rope, silu, embedding"),
