@@ -62,12 +62,14 @@ async def _run(target: Target, tokens: int, json_path: str | None) -> None:
         at_once = await _answers_at_once(engine, params)
         data: dict[str, Any] = {
             "conditions": conditions(
-                model=engine.info.model,
-                device=engine.info.device,
-                dtype=engine.info.dtype,
-                chats=len(CHATS),
-                tokens=tokens,
-                **target.describe(),
+                **{
+                    **target.describe(),
+                    "model": engine.info.model,
+                    "device": engine.info.device,
+                    "dtype": engine.info.dtype,
+                    "chats": len(CHATS),
+                    "tokens": tokens,
+                }
             )
         }
     rows = []

@@ -13,7 +13,7 @@ import tiny_models
 from typer.testing import CliRunner
 
 from headrace.engine import InvalidParams
-from headrace.engine.bench.engine import flood, latency, lora, options, startup, stream, throughput
+from headrace.engine.bench.engine import flood, latency, lora, options, repeat, startup, stream, throughput
 from headrace.engine.bench.engine.latency import parse_params, parse_prefill
 from headrace.engine.bench.opening import BenchmarkFailed, Target, synthetic_table
 from headrace.engine.tokens.text import Detokenizer
@@ -101,6 +101,17 @@ def test_options_are_measured_beside_none(tmp_path: Path, out: Path, capsys: pyt
 def test_params_that_no_row_can_ask_for_are_refused(params: str) -> None:
     with pytest.raises(BenchmarkFailed, match="--params"):
         parse_params(params)
+
+
+def test_answers_asked_again_say_the_options_that_they_were_asked_with(
+    smollm2: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeat, "CHATS", repeat.CHATS[:2])
+    target = Target(model=str(smollm2), device="cpu", more={"dtype": "bfloat16"})
+    repeat.run(target, tokens=1, json_path=str(out))
+    found = read(out)
+    assert (found["conditions"]["dtype"], found["conditions"]["chats"]) == ("bfloat16", 2)
+    assert found["again"]["changed"] == found["all at once"]["changed"] == 0, "the CPU gives a row the same bits always"
 
 
 def test_throughput(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
