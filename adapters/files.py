@@ -131,7 +131,8 @@ def _read_virtual(
     if set(entries) != {PROMPT_KEY} or entries[PROMPT_KEY].shape != (count, width):
         found = {key: entry.shape for key, entry in entries.items()}
         refuse_file(WEIGHTS_FILE, "what it holds", found, f"{PROMPT_KEY} of {(count, width)}")
-    recipe = virtual_recipe(entries[PROMPT_KEY], shape)
+    scale = shape.virtual_scale if config.kind == "prompt" else 1.0
+    recipe = virtual_recipe(entries[PROMPT_KEY], shape, scale)
     stored = _read_stored(file, recipe, dtype, None)
     _check_finite(stored)
     given_PX, digest = stored.unpack().view(count, width), stored.digest(config.kind)

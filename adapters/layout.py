@@ -53,6 +53,8 @@ class ModelShape:
     head_dim: int
     ffn_size: int
     vocab_size: int
+    virtual_scale: float = 1.0
+    """Factor of the embeddings of virtual tokens, for a model that will multiply them by a factor they do not have."""
 
     def size(self, module: str) -> tuple[int, int]:
         """Return (inputs, outputs) of a module of `MODULES`, of `embed` or of `head`."""

@@ -60,14 +60,14 @@ def recipe_of(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelS
     return _recipe(entries, list(_matrices(pairs, layout)), layout, layout.elements, in_pieces)
 
 
-def virtual_recipe(entry: TensorEntry, shape: ModelShape) -> Recipe:
-    """Return the recipe that turns the embeddings, or keys and values, of virtual tokens into one block, unchanged.
+def virtual_recipe(entry: TensorEntry, shape: ModelShape, scale: float = 1.0) -> Recipe:
+    """Return the recipe that turns the embeddings, or keys and values, of virtual tokens into one block, times `scale`.
 
     Raises:
         ModelRejected: Their dtype is not in `DTYPES`.
     """
     count, width = entry.shape
-    matrix = _Matrix(PROMPT_KEY, 0, width, 1)
+    matrix = _Matrix(PROMPT_KEY, 0, width, 1, scale)
     return _recipe({PROMPT_KEY: entry}, [matrix], BlockLayout.of(shape, {}), count * width, in_pieces=False)
 
 

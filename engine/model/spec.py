@@ -224,6 +224,8 @@ class DecoderSpec:
     """Whether the model chooses tokens; without a head it only embeds, and `tied_head` is True."""
     embedding_scale: float = 1.0
     """Factor of the embeddings on their way into the first layer."""
+    scales_virtual_tokens: bool = True
+    """Whether the embeddings of virtual tokens (prompt tuning) get that factor, too."""
     logits_scale: float = 1.0
     """Factor of the last hidden states on their way into the head."""
     logits_cap: float | None = None

@@ -18,6 +18,7 @@ from torch import Tensor
 from headrace.adapters.files import read_adapter
 from headrace.adapters.layout import ModelShape
 from headrace.engine.model.cpu.adapters import CpuBank
+from headrace.engine.model.shared.adapter_device import adapter_shape
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -154,6 +155,32 @@ def test_joined_modules(kind: str, tmp_path: Path) -> None:
     tested.bank.put(0, 0, read_adapter(tmp_path / "adapter", SHAPE, torch.float32, max_rank=256))
     (found,) = tested.logits([ids], 4, 7, [0])
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("architecture", ["Gemma3", "Granite"])
+def test_virtual_tokens_of_models_whose_embeddings_have_a_factor(architecture: str, tmp_path: Path) -> None:
+    """Gemma multiplies what its table holds alone, and Granite virtual tokens, too."""
+    torch.manual_seed(3)
+    if architecture == "Gemma3":
+        sizes = SIZES | {"head_dim": 16, "tie_word_embeddings": True}
+        base = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes)).eval()
+    else:
+        base = transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, embedding_multiplier=5.0)).eval()
+    for parameter in base.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.12)
+    base.save_pretrained(tmp_path / "base")
+    spec, tested = ModelUnderTest.load(tmp_path / "base")
+    tested.bank = CpuBank(4, 4, torch.float32)
+    ids = sequence(1)
+    with torch.inference_mode():
+        plain = base(torch.tensor([ids])).logits[0]
+    expected = adapted(base, "prompt", KINDS["prompt"], tmp_path / "adapter", ids, seed=2)
+    assert (expected - plain).abs().max() > 0.02, "the adapter does nothing"
+    tested.bank.put(0, 0, read_adapter(tmp_path / "adapter", adapter_shape(spec), torch.float32, max_rank=256))
+    before = virtual("prompt")
+    (found,) = tested.logits([before + ids], 4, 11, [0])
+    torch.testing.assert_close(found[len(before) :], expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -20,10 +20,9 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     attention = replace(config.attention(), qk_norm=True)
     feed, norms = config.dense(), config.norms(1e-5, placement="post")
     window = config.window(default=4096)
-    windowed = config.windowed(window, _usual(config), types_decide=True)
     layers = (
-        LayerSpec(replace(attention, window=each, rope=int(window is not None and not has_window)), feed, norms)
-        for has_window, each in windowed
+        LayerSpec(replace(attention, window=each, rope=int(window is not None and each is None)), feed, norms)
+        for each in config.windows(window, _usual(config), types_decide=True)
     )
     return config.decoder(layers, [config.rope(attention), UNROTATED], POST_NAMES)
 

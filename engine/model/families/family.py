@@ -17,13 +17,17 @@ class Family:
     """Models whose configurations are read alike."""
 
     architecture: str
-    """Name in a config's `architectures`, which ends in `ForCausalLM`; the same name with `Model` has no head."""
+    """Name in a config's `architectures`, which ends in `ForCausalLM`."""
     model_type: str
     """Name in a config's `model_type`."""
     from_config: Callable[[HfConfig], DecoderSpec]
     """Returns the spec that a config.json describes; raises `ModelRejected`."""
     heeds: frozenset[str] = frozenset()
     """Fields that `from_config` reads and that are refused in the configs of other families."""
+    headless: str | None = None
+    """Name of the same architecture without a head; None for that of `architecture` with `Model` at its end."""
+    has_own_code: bool = False
+    """Whether checkpoints come with Python code beside transformers' own class, which is not needed and not run."""
     gguf: str | None = None
     """Value of `general.architecture` in GGUF files; None if none are read."""
     from_header: Callable[[GgufHeader], DecoderSpec] | None = None

@@ -7,7 +7,7 @@ less 1, and scores have a factor that the size of a head does not decide.
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -36,19 +36,18 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     windows = config.windows(config.window(default=4096), usual, types_decide=True)
     attention = gemma_attention(config)
     if (cap := _cap(config, "attn_logit_softcapping", 50.0)) is not None:
-        plain = {field.name: getattr(attention, field.name) for field in fields(attention)}
-        attention = SoftcappedAttention(**plain, cap=cap)
+        attention = SoftcappedAttention(**asdict(attention), cap=cap)
     layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
     spec = config.decoder(layers, [config.rope(attention)], GEMMA_NAMES, is_tied=True)
     logits_cap = _cap(config, "final_logit_softcapping", 30.0)
-    return replace(spec, embedding_scale=embedding_scale(config), logits_cap=logits_cap)
+    return replace(spec, embedding_scale=embedding_scale(config), scales_virtual_tokens=False, logits_cap=logits_cap)
 
 
 def gemma_attention(config: HfConfig) -> Attention:
     """Return attention whose scores have the factor that the config gives."""
     biased = config.flag("attention_bias", False)
     scale = config.real("query_pre_attn_scalar", 1.0, 1e6, 256.0) ** -0.5
-    return replace(config.attention(head_dim=256), qkv_bias=biased, o_bias=biased, scale=scale)
+    return replace(config.attention(kv_heads=4, head_dim=256), qkv_bias=biased, o_bias=biased, scale=scale)
 
 
 def _cap(config: HfConfig, field: str, default: float) -> float | None:
@@ -66,7 +65,7 @@ def gemma_feed(config: HfConfig) -> DenseFeed:
 def embedding_scale(config: HfConfig) -> float:
     """Return the root of the hidden size, rounded as the model's authors do, to the dtype of the weights."""
     scale = math.sqrt(config.hidden_size)
-    if config.data.get("dtype", config.data.get("torch_dtype")) != "bfloat16":
+    if config.dtype != "bfloat16":
         return scale
     bits = np.float32(scale).view(np.uint32)
     return float(((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))

@@ -25,16 +25,22 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     feed, norms = gemma_feed(config), config.norms(placement="both")
     period = config.size("sliding_window_pattern", LIMITS["num_layers"], 6)
     usual = [(layer + 1) % period != 0 for layer in range(config.num_layers)]
-    windowed = config.windowed(config.window(default=4096), usual, types_decide=True)
     attention = replace(gemma_attention(config), qk_norm=True)
     layers = (
-        LayerSpec(replace(attention, window=window, rope=int(has_window)), feed, norms)
-        for has_window, window in windowed
+        LayerSpec(replace(attention, window=window, rope=int(window is not None)), feed, norms)
+        for window in config.windows(config.window(default=4096), usual, types_decide=True)
     )
     local = Rope(config.real("rope_local_base_freq", 1.0, 1e12, _LOCAL_THETA))
     sliding = config.rope(attention, _LOCAL_THETA, _SLIDING) if config.has_rope_of(_SLIDING) else local
     ropes = [config.rope(attention, _THETA, _FULL), sliding]
-    return replace(config.decoder(layers, ropes, GEMMA_NAMES, is_tied=True), embedding_scale=embedding_scale(config))
+    spec = config.decoder(layers, ropes, GEMMA_NAMES, is_tied=True)
+    return replace(spec, embedding_scale=embedding_scale(config), scales_virtual_tokens=False)
 
 
-GEMMA3 = Family("Gemma3ForCausalLM", "gemma3_text", _from_config, heeds=frozenset(("query_pre_attn_scalar",)))
+GEMMA3 = Family(
+    "Gemma3ForCausalLM",
+    "gemma3_text",
+    _from_config,
+    heeds=frozenset(("query_pre_attn_scalar",)),
+    headless="Gemma3TextModel",
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from headrace.adapters.untrusted import Fields
@@ -154,15 +154,6 @@ class HfConfig(Fields):
         `has_window` may be left out where all layers have it. `layer_types` must say the same, unless `types_decide`
         and there is a window.
         """
-        return tuple(each for _, each in self.windowed(window, has_window, types_decide=types_decide))
-
-    def windowed(
-        self, window: int | None, has_window: Sequence[bool] | None = None, *, types_decide: bool = False
-    ) -> list[tuple[bool, int | None]]:
-        """Return whether each layer is one of those with a window, beside what `windows` returns.
-
-        The latter is None for all layers where the context is no longer than the window.
-        """
         windowed = [window is not None and each for each in has_window or [True] * self.num_layers]
         types = self.data.get("layer_types")
         if types is not None:
@@ -170,9 +161,7 @@ class HfConfig(Fields):
             if by_type != windowed and not (types_decide and any(windowed)):
                 self.refuse("layer_types", "what sliding_window and use_sliding_window say")
             windowed = by_type
-        # A window as long as the context limits nothing.
-        effective = window if window is not None and window < self.max_context else None
-        return [(is_windowed, effective if is_windowed else None) for is_windowed in windowed]
+        return tuple(window if is_windowed else None for is_windowed in windowed)
 
     def rope(self, attention: Attention, default_theta: float = 10000.0, layer_type: str | None = None) -> Rope:
         """Return the rotary embedding of the config.
@@ -200,19 +189,20 @@ class HfConfig(Fields):
             names: Names of the tensors.
             is_tied: Whether the head is the embedding where the config does not say.
         """
-        layers = tuple(layers)
+        context = max(self._stretched(rope) for rope in ropes)
+        layers = tuple(_within(layer, context) for layer in layers)
         return DecoderSpec(
             architecture=self.architecture,
             layers=layers,
             ropes=tuple(ropes),
             hidden_size=self.hidden_size,
             vocab_size=self.size("vocab_size", LIMITS["vocab_size"]),
-            max_context=max(self._stretched(rope) for rope in ropes),
+            max_context=context,
             norm_eps=layers[0].norms.epsilon,
             tied_head=self.flag("tie_word_embeddings", is_tied) or not self.has_head,
             names=names,
             has_head=self.has_head,
-            checkpoint_dtype=self._dtype(),
+            checkpoint_dtype=self.dtype,
         )
 
     def _stretched(self, rope: Rope) -> int:
@@ -227,9 +217,19 @@ class HfConfig(Fields):
             self.refuse("layer_types", f"{layers} entries, each one of {', '.join(kinds)}")
         return [kind == "sliding_attention" for kind in types]
 
-    def _dtype(self) -> str | None:
+    @property
+    def dtype(self) -> str | None:
+        """Dtype of the checkpoint's weights, by either name of the field; None where the config gives none."""
         field = "dtype" if self.data.get("dtype") is not None else "torch_dtype"
         value = self.data.get(field)
         if value is not None and value not in _DTYPES:
             self.refuse(field, ", ".join(_DTYPES))
         return str(value) if value is not None else None
+
+
+def _within(layer: LayerSpec, context: int) -> LayerSpec:
+    """Return a layer without a window that is as long as the context, and so limits nothing."""
+    mixer = layer.mixer
+    if isinstance(mixer, Attention) and mixer.window is not None and mixer.window >= context:
+        return replace(layer, mixer=replace(mixer, window=None))
+    return layer

@@ -40,15 +40,16 @@ def read_rope(
         name, given = f"{name}.{layer_type}", given[layer_type]
     found = {field: value for field, value in given.items() if value is not None}
     kind = found.get("rope_type", found.get("type", "default"))
-    # Phi-3's configs keep the original context outside, where it counts for more, as it does in transformers.
-    original = config.data.get(_ORIGINAL)
-    beside = {"rope_theta": config.data.get("rope_theta"), _ORIGINAL: max_context}
-    rope = Fields(
-        {**beside, **found, **({} if original is None else {_ORIGINAL: original})}, f"{config.origin}: {name}"
-    )
+    numbers = {"rope_theta": config.data.get("rope_theta"), _ORIGINAL: max_context, **found}
+    if config.data.get(_ORIGINAL) is not None:  # as in Phi-3's configs, where it counts for more, as in transformers
+        numbers[_ORIGINAL] = config.data[_ORIGINAL]
+    rope = Fields(numbers, f"{config.origin}: {name}")
     theta = rope.real("rope_theta", 1.0, 1e12, default_theta)
     if found.get("partial_rotary_factor", 1) != 1:
         rope.refuse("partial_rotary_factor", 1)
+    several = next((field for field, value in found.items() if isinstance(value, Mapping)), None)
+    if several is not None and isinstance(kind, str):
+        rope.refuse(several, "one rope for all layers")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":

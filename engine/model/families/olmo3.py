@@ -21,10 +21,9 @@ _THETA = 500000.0
 def _from_config(config: HfConfig) -> DecoderSpec:
     attention, feed, norms = olmo_attention(config), config.dense(), config.norms(EPSILON, placement="post")
     usual = [(layer + 1) % 4 != 0 for layer in range(config.num_layers)]
-    windowed = config.windowed(config.window(default=4096), usual, types_decide=True)
     layers = (
-        LayerSpec(replace(attention, window=window, rope=int(has_window)), feed, norms)
-        for has_window, window in windowed
+        LayerSpec(replace(attention, window=window, rope=int(window is not None)), feed, norms)
+        for window in config.windows(config.window(default=4096), usual, types_decide=True)
     )
     full = config.rope(attention, _THETA, "full_attention")
     by_type = config.has_rope_of("sliding_attention")

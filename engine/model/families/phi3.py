@@ -28,4 +28,4 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder(layers, [config.rope(attention)], _NAMES)
 
 
-PHI3 = Family("Phi3ForCausalLM", "phi3", _from_config)
+PHI3 = Family("Phi3ForCausalLM", "phi3", _from_config, has_own_code=True)

@@ -110,19 +110,26 @@ def from_gguf(
 
 def _family(fields: Fields, families: Sequence[Family]) -> tuple[str, Family]:
     """Return the config's one architecture and its family, by `architectures` or else `model_type`."""
-    if fields.data.get("auto_map") is not None:
-        fields.refuse("auto_map", "models that need no code of their own")
     named = fields.data.get("architectures")
     if named is None:
         for family in families:
             if fields.data.get("model_type") == family.model_type:
+                _check_code(fields, family)
                 return family.architecture, family
         fields.refuse("model_type", ", ".join(family.model_type for family in families))
-    headless = {family.architecture.replace("ForCausalLM", "Model"): family for family in families}
+    headless = {family.headless or family.architecture.replace("ForCausalLM", "Model"): family for family in families}
     known = {family.architecture: family for family in families} | headless
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in known:
+        _check_code(fields)
         fields.refuse("architectures", ", ".join(known))
     family = known[named[0]]
+    _check_code(fields, family)
     if fields.data.get("model_type", family.model_type) != family.model_type:
         fields.refuse("model_type", f"{family.model_type}, which goes with {named[0]}")
     return named[0], family
+
+
+def _check_code(fields: Fields, family: Family | None = None) -> None:
+    """Refuse a model that says it needs code of its own, unless the family's checkpoints say so without need."""
+    if fields.data.get("auto_map") is not None and (family is None or not family.has_own_code):
+        fields.refuse("auto_map", "models that need no code of their own")

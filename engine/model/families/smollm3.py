@@ -11,7 +11,7 @@ from dataclasses import replace
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.rope import UNROTATED
-from headrace.engine.model.spec import DecoderSpec, LayerSpec
+from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
 
 __all__ = ["SMOLLM3"]
 
@@ -29,14 +29,14 @@ def _from_config(config: HfConfig) -> DecoderSpec:
         LayerSpec(replace(attention, window=window, rope=int(not has_rope)), feed, norms)
         for window, has_rope in zip(windows, rotated, strict=True)
     )
-    return config.decoder(layers, [config.rope(attention, _THETA), UNROTATED])
+    return config.decoder(layers, [config.rope(attention, _THETA), UNROTATED], is_tied=True)
 
 
 def _rotated(config: HfConfig) -> list[bool]:
     """Return whether each layer rotates its heads: `no_rope_layers` has a 1 for those that do."""
     given, count = config.data.get("no_rope_layers"), config.num_layers
     if given is None:
-        interval = config.size("no_rope_layer_interval", count + 1, 4)
+        interval = config.size("no_rope_layer_interval", LIMITS["num_layers"], 4)
         return [(layer + 1) % interval != 0 for layer in range(count)]
     if not isinstance(given, list) or len(given) < count or any(each not in (0, 1) for each in given):
         config.refuse("no_rope_layers", f"a list of {count} times 0 or 1")

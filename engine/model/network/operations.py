@@ -62,7 +62,7 @@ class BlockOps(Protocol[_Packed, _Step, _Kv]):
         kv: _Kv,
         layer: int,
     ) -> tuple[Tensor, Tensor]:
-        """Return (softmax(q k^T / sqrt(D)) v, [N, H * D]; the sum of the stream).
+        """Return (softmax(s q k^T) v, [N, H * D]; the sum of the stream), with the factor s of the mixer.
 
         Queries, keys and values are the product of the norm; q and k are normed, if `head_norms`, and rotated, and k
         and v are stored in their pages.

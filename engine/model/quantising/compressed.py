@@ -66,7 +66,7 @@ def encoded(module: Module, weight: Stored) -> dict[str, Tensor]:
 def _words(data: Tensor) -> Tensor:
     """Return bytes [rows, count] as int32 [rows, ceil(count / 4)], the first byte in the lowest bits."""
     padded = torch.nn.functional.pad(data, (0, -data.shape[1] % _WORD_BYTES))
-    return padded.contiguous().view(torch.int32)
+    return padded.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 def quantization_config(selection: Selection) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
         head_dim=attention.head_dim,
         ffn_size=spec.uniform_feed.size,
         vocab_size=spec.vocab_size,
+        virtual_scale=1.0 if spec.scales_virtual_tokens else 1.0 / spec.embedding_scale,
     )
 
 

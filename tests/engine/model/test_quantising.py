@@ -75,8 +75,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (torch.bfloat16, {}),
         (torch.float16, {"intermediate_size": 256, "tie_word_embeddings": True}),
         (torch.float32, {"intermediate_size": 176, "attention_bias": True}),
+        (torch.bfloat16, {"hidden_size": 128, "num_attention_heads": 2}),
     ],
-    ids=["one size of groups", "two sizes of groups", "inputs that are no whole groups"],
+    ids=["one size of groups", "two sizes of groups", "inputs that are no whole groups", "one group"],
 )
 def test_weights_are_those_that_an_engine_makes(
     method: Method, dtype: torch.dtype, changes: Mapping[str, Any], tmp_path: Path
@@ -348,6 +349,16 @@ def test_too_few_tokens_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidParams, match=r"data: is too short: 80 tokens for products of up to 320 inputs"):
         copied(model, tmp_path / "out", "int4", ids_ST=sequences(2, 40))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_bounded_scores_is_not_calibrated(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    config = transformers.Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(InvalidParams, match="data: is not possible for this model"):
+        copied(tmp_path / "model", tmp_path / "out", "int4", ids_ST=sequences())
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_table_of_embeddings_is_no_head_to_quantise(tmp_path: Path) -> None:

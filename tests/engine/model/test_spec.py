@@ -192,12 +192,41 @@ def test_smollm3_windows_and_unrotated_layers(has_lists: bool) -> None:
     assert [kind.rope for kind in spec.attention_kinds] == [0, 1]
 
 
+def test_what_newer_files_leave_out_is_what_transformers_takes() -> None:
+    smollm3 = saved(transformers.SmolLM3Config(**SIZES, **TOKENS), "SmolLM3ForCausalLM")
+    del smollm3["tie_word_embeddings"]
+    assert from_hf(smollm3).tied_head
+    gemma2 = saved(transformers.Gemma2Config(**{**SIZES, "num_attention_heads": 8}), "Gemma2ForCausalLM")
+    del gemma2["num_key_value_heads"]
+    assert from_hf(gemma2).uniform_attention.kv_heads == transformers.Gemma2Config().num_key_value_heads
+
+
+def test_phi3_comes_with_code_that_is_not_needed() -> None:
+    """The config names transformers' own class beside it; other families' code is refused."""
+    data = saved(transformers.Phi3Config(**SIZES, **TOKENS), "Phi3ForCausalLM")
+    assert from_hf({**data, "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}) == from_hf(data)
+
+
+def test_a_window_counts_where_yarn_makes_the_context_longer() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    data = saved(transformers.MistralConfig(**SIZES, sliding_window=512), "MistralForCausalLM")
+    assert from_hf(data).windows == (None,) * 4
+    stretched = from_hf({**data, "rope_parameters": {"rope_theta": 1e4, **yarn}})
+    assert (stretched.windows, stretched.max_context) == ((512,) * 4, 2048)
+
+
+def test_gemma3_without_a_head_has_a_name_of_its_own() -> None:
+    data = saved(transformers.Gemma3TextConfig(**SIZES), "Gemma3TextModel")
+    assert not from_hf(data).has_head
+
+
 def test_gemma_heads_are_tied_and_its_embedding_scale_is_rounded_as_the_weights_are() -> None:
     data = saved(transformers.Gemma3TextConfig(**{**SIZES, "hidden_size": 72}), "Gemma3ForCausalLM")
     del data["tie_word_embeddings"]
     assert from_hf({**data, "dtype": None}).tied_head
     assert from_hf({**data, "dtype": "float32"}).embedding_scale == 72**0.5
-    assert from_hf({**data, "dtype": "bfloat16"}).embedding_scale == float(torch.tensor(72**0.5).bfloat16())
+    for dtype in ({"dtype": "bfloat16"}, {"dtype": None, "torch_dtype": "bfloat16"}):
+        assert from_hf({**data, **dtype}).embedding_scale == float(torch.tensor(72**0.5).bfloat16())
 
 
 def test_exaones_pattern_stands_in_for_types_of_layers() -> None:
@@ -267,6 +296,7 @@ REFUSED = [
     ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor"),
     ({"rope_scaling": "llama3"}, "rope_scaling"),
     ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}, "full_attention"),
     ({"rope_theta": 0}, "rope_theta"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"quantization_config": "fp8"}, "quantization_config"),

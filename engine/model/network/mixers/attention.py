@@ -1,6 +1,6 @@
 """`SoftmaxAttention`: grouped softmax attention with rotated heads.
 
-    x' = x + norm_r(W_o softmax(q k^T / sqrt(D)) v)
+    x' = x + norm_r(W_o softmax(s q k^T) v),   s = 1 / sqrt(D) or the model's own
     q, k, v = rope(norm_h(W_q n)), rope(norm_h(W_k n)), W_v n,   n = norm(x)
 
 A model may lack each of these norms, and norm_h may be of each head or of all heads together.
@@ -46,7 +46,7 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
         return add_result(ops, x_NX, self._o, total_NE, norms, self._layer, "o")
 
     def _attend(self, ops: BlockOps[Packed, Step, Kv], stream: Stream, step: Step, kv: Kv) -> tuple[Tensor, Tensor]:
-        """Return (softmax(q k^T / sqrt(D)) v, the sum of the stream)."""
+        """Return (softmax(s q k^T) v, the sum of the stream)."""
         norm_E, layer = self.entry_norm_E, self._layer
         if norm_E is not None and self._wide_norms is None:
             return ops.attend(stream, norm_E, self._qkv, self._head_norms, step, kv, layer)
