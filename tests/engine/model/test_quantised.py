@@ -32,7 +32,7 @@ def test_a_cpu_gives_the_tokens_of_the_dequantised_model(zoo: Zoo, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("method", "family"), [("int8", "llama 3"), ("fp8", "smollm2")])
-def test_a_gpu_multiplies_by_the_codes_of_a_quantised_head(method: Method, family: str, zoo: Zoo, tmp_path: Path) -> None:
+def test_a_gpu_multiplies_by_codes_of_a_head(method: Method, family: str, zoo: Zoo, tmp_path: Path) -> None:
     with emulated() as gpu:
         check_quantise(zoo, "cuda", "cpu", method, tmp_path, family=family, head=True)
         assert gpu.launches[f"product: tiles, {method}"]
