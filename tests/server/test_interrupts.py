@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -43,9 +44,9 @@ def test_compilers_end_with_the_process(number: signal.Signals, tmp_path: Path) 
         assert process.wait() == 128 + number
     try:
         wait_until(lambda: not any(map(runs, compilers)), lambda: f"compilers go on: {compilers}")
-        assert not any(runs(psutil.Process(pid)) for pid in started(tmp_path) if psutil.pid_exists(pid))
+        wait_until(lambda: not left(tmp_path), lambda: f"compilers go on: {left(tmp_path)}")
     finally:
-        for each in filter(runs, compilers):
+        for each in [*filter(runs, compilers), *left(tmp_path)]:
             each.kill()
 
 
@@ -53,8 +54,15 @@ def sleepers(process: psutil.Process) -> list[psutil.Process]:
     return [each for each in process.children(recursive=True) if each.name() == "sleep"]
 
 
-def started(folder: Path) -> list[int]:
-    return [int(line) for line in (folder / "started").read_text().split()]
+def left(folder: Path) -> list[psutil.Process]:
+    """The processes that noted their numbers in `folder` and still run, those begun behind the signal among them."""
+    found = []
+    for number in (folder / "started").read_text().split():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(number))
+            if runs(process) and any(str(folder) in word for word in process.cmdline()):
+                found.append(process)
+    return found
 
 
 def runs(process: psutil.Process) -> bool:
