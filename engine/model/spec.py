@@ -288,6 +288,11 @@ class DecoderSpec:
         return tuple(found)
 
     @property
+    def has_softmax_alone(self) -> bool:
+        """Whether no layer's attention is a variant, whose scores become weights in a way of its own."""
+        return all(kind.scores == Attention.scores for kind in self.attention_kinds)
+
+    @property
     def softmax_kinds(self) -> tuple[Attention, ...]:
         """The same as `attention_kinds`, of a model whose scores become weights by softmax alone.
 

@@ -128,6 +128,21 @@ def test_alone(kind: str, base: Any, tested: ModelUnderTest, tmp_path: Path) -> 
         torch.testing.assert_close(found[len(before) :], expected, rtol=0, atol=2e-4)
 
 
+def check_alone(base: Any, kind: str, options: dict[str, Any], folder: Path, *, least: float) -> None:
+    """A new adapter of another base changes some logit by `least`, and gives PEFT's logits in chunks and tokens."""
+    base.save_pretrained(folder / "base")
+    spec, tested = ModelUnderTest.load(folder / "base")
+    tested.bank = CpuBank(4, 4, torch.float32)
+    ids, before = sequence(1), virtual(kind)
+    with torch.inference_mode():
+        plain = base(torch.tensor([ids])).logits[0]
+    expected = adapted(base, kind, options, folder / "adapter", ids, seed=2)
+    assert (expected - plain).abs().max() > least, "the adapter does nothing"
+    tested.bank.put(0, 0, read_adapter(folder / "adapter", adapter_shape(spec), torch.float32, max_rank=256))
+    (found,) = tested.logits([before + ids], 4, len(before) + 7, [0])
+    torch.testing.assert_close(found[len(before) :], expected, rtol=0, atol=2e-4)
+
+
 JOINED: dict[str, dict[str, Any]] = {
     "qkv": {"r": 3, "lora_alpha": 5, "target_modules": ["qkv_proj"]},
     "all": {"r": 8, "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
@@ -144,17 +159,7 @@ def test_joined_modules(kind: str, tmp_path: Path) -> None:
     for name, parameter in base.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, 0.0, 0.12)
-    base.save_pretrained(tmp_path / "base")
-    _, tested = ModelUnderTest.load(tmp_path / "base")
-    tested.bank = CpuBank(4, 4, torch.float32)
-    ids = sequence(1)
-    with torch.inference_mode():
-        plain = base(torch.tensor([ids])).logits[0]
-    expected = adapted(base, kind, JOINED[kind], tmp_path / "adapter", ids, seed=2)
-    assert (expected - plain).abs().max() > 0.05, "the adapter does nothing"
-    tested.bank.put(0, 0, read_adapter(tmp_path / "adapter", SHAPE, torch.float32, max_rank=256))
-    (found,) = tested.logits([ids], 4, 7, [0])
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4)
+    check_alone(base, kind, JOINED[kind], tmp_path, least=0.05)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -169,18 +174,7 @@ def test_virtual_tokens_of_models_whose_embeddings_have_a_factor(architecture: s
         base = transformers.GraniteForCausalLM(transformers.GraniteConfig(**SIZES, embedding_multiplier=5.0)).eval()
     for parameter in base.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.12)
-    base.save_pretrained(tmp_path / "base")
-    spec, tested = ModelUnderTest.load(tmp_path / "base")
-    tested.bank = CpuBank(4, 4, torch.float32)
-    ids = sequence(1)
-    with torch.inference_mode():
-        plain = base(torch.tensor([ids])).logits[0]
-    expected = adapted(base, "prompt", KINDS["prompt"], tmp_path / "adapter", ids, seed=2)
-    assert (expected - plain).abs().max() > 0.02, "the adapter does nothing"
-    tested.bank.put(0, 0, read_adapter(tmp_path / "adapter", adapter_shape(spec), torch.float32, max_rank=256))
-    before = virtual("prompt")
-    (found,) = tested.logits([before + ids], 4, 11, [0])
-    torch.testing.assert_close(found[len(before) :], expected, rtol=0, atol=2e-4)
+    check_alone(base, "prompt", KINDS["prompt"], tmp_path, least=0.02)
 
 
 @pytest.mark.filterwarnings("ignore")

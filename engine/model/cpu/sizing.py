@@ -15,7 +15,7 @@ from headrace.engine.model.cpu.kept import kept_parts
 from headrace.engine.model.cpu.runner import cpu_ops
 from headrace.engine.model.shared.device import Limits, fit
 from headrace.engine.model.shared.memory import free_host_bytes
-from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
+from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import WeightPart
 from headrace.ops.cpu.block import CpuOps
@@ -103,7 +103,7 @@ def cpu_limits(config: EngineConfig, spec: DecoderSpec) -> Limits:
 
 def runs_native(spec: DecoderSpec) -> bool:
     """Return whether the operations in C run the model: where they could be compiled, but for variants of attention."""
-    return all(kind.scores == Attention.scores for kind in spec.attention_kinds) and library() is not None
+    return spec.has_softmax_alone and library() is not None
 
 
 def cpu_sizes(

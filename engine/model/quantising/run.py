@@ -33,7 +33,7 @@ from headrace.engine.model.quantising.read_back import WrittenModules
 from headrace.engine.model.quantising.selected import Module, Selection, select
 from headrace.engine.model.quantising.shards import Shards, index, lay_out, nbytes
 from headrace.engine.model.roles import Fused
-from headrace.engine.model.spec import Attention, DecoderSpec
+from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.version import headrace_version
 from headrace.ops.formats import Stored
 from headrace.ops.quantise import Method, quantise
@@ -242,7 +242,7 @@ def _selected(
         )
     if ids_ST is None:
         return selection
-    if any(kind.scores != Attention.scores for kind in spec.attention_kinds):
+    if not spec.has_softmax_alone:
         _refuse("data", spec.architecture, "a model whose attention is plain softmax", "is not possible for this model")
     most = max(module.shape[1] for module in selection.modules)
     if ids_ST.numel() < most:

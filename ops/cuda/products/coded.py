@@ -53,10 +53,9 @@ class _CodedProducts(KernelOfProducts):
         self.name = f"{self.way}, {kind.name}"
 
 
-class CodedVectorProducts(_CodedProducts):
-    """Products of one row without tensor cores (coded_vector.py), with the activation after."""
+class _FewRowsOfCodes(_CodedProducts):
+    """Kernels that read their weight once, with the activation after."""
 
-    way = "vector"
     fuses = frozenset(("plain", "logits", "gated"))
     early = frozenset(("weights",))
 
@@ -66,6 +65,12 @@ class CodedVectorProducts(_CodedProducts):
 
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
         return WITH_BIAS if weight.has_bias and fusion == "gated" else None
+
+
+class CodedVectorProducts(_FewRowsOfCodes):
+    """Products of one row without tensor cores (coded_vector.py), with the activation after."""
+
+    way = "vector"
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work."""
@@ -78,19 +83,10 @@ class CodedVectorProducts(_CodedProducts):
         return CodedVectorRun(room, self)
 
 
-class CodedTilesProducts(_CodedProducts):
+class CodedTilesProducts(_FewRowsOfCodes):
     """Products of few rows that read their weight once (coded_tiles.py), with the activation after."""
 
     way = "tiles"
-    fuses = frozenset(("plain", "logits", "gated"))
-    early = frozenset(("weights",))
-
-    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Return what the kernel misses: bfloat16."""
-        return lacks_bfloat16(dtype)
-
-    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
-        return WITH_BIAS if weight.has_bias and fusion == "gated" else None
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work."""
