@@ -111,6 +111,16 @@ class Attention(MixerSpec):
     o_bias: bool = False
     scale: float | None = None
     """Factor of the scores; None for 1 / sqrt(head_dim)."""
+    rotary_dim: int | None = None
+    """Number of first elements of each head that are rotated; None for all."""
+    interleaved: bool = False
+    """Whether checkpoints and adapters hold pairs of rotated elements side by side, not half of the rotated part apart.
+    The loader puts them in the order that devices know (rope.py)."""
+
+    @property
+    def rotated_dim(self) -> int:
+        """Number of elements of each head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def state(self) -> Paged:
@@ -122,11 +132,11 @@ class Attention(MixerSpec):
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = {"q": queries, "k": keys, "v": keys}
         found = {
-            "qkv": matrix(hidden_size, **rows).rotated(self.head_dim, "q", "k"),
+            "qkv": matrix(hidden_size, **rows),
             "o": matrix(queries, o=hidden_size),
         }
         if self.qkv_bias:
-            found["qkv_bias"] = bias(**rows).rotated(self.head_dim, "q", "k")
+            found["qkv_bias"] = bias(**rows)
         if self.o_bias:
             found["o_bias"] = bias(o=hidden_size)
         if self.qk_norm:
@@ -134,7 +144,8 @@ class Attention(MixerSpec):
             found["k_norm_D"] = norm(k_norm=self.head_dim)
         if self.qk_norm_across_heads:
             found["q_norm_X"], found["k_norm_X"] = norm(q_norm=queries), norm(k_norm=keys)
-        return found
+        sizes = self.head_dim, self.rotated_dim
+        return {name: fused.rotated(*sizes, interleaved=self.interleaved) for name, fused in found.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
     "phi3": ("Phi3", {}),
+    "phi-4-mini": ("Phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    "glm": ("Glm", {"head_dim": 128, "eos_token_id": []}),
+    "glm4": ("Glm4", {"head_dim": 64, "eos_token_id": []}),
+    "ernie 4.5": ("Ernie4_5", {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "granite": (
         "Granite",
         {

@@ -108,7 +108,7 @@ def cpu_ops(
         if variant is None and attention.scores != Attention.scores:
             known = ", ".join((Attention.scores, *variants))
             refuse(spec.architecture, "the scores of a layer's attention", attention.scores, known)
-        cos, sin = rotation_table(spec.ropes[attention.rope], max_positions, attention.head_dim, torch.device("cpu"))
+        cos, sin = rotation_table(spec.ropes[attention.rope], attention, max_positions, torch.device("cpu"))
         sizes: _Sizes = {
             "heads": attention.heads,
             "kv_heads": attention.kv_heads,

@@ -66,14 +66,19 @@ def cuda_ops(
     """
     kinds = spec.softmax_kinds
     head_dim = kinds[0].head_dim
-    rotations = [torch.cat(rotation_table(rope, max_positions, head_dim, device), dim=1) for rope in spec.ropes]
+    rotations = {
+        (each.rope, each.rotary_dim): torch.cat(
+            rotation_table(spec.ropes[each.rope], each, max_positions, device), dim=1
+        )
+        for each in kinds
+    }
     room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
     able = [*(kernel for kind in codes for kernel in kernels.coded(kind)), *kernels.products]
     products = Products(arch, room, _built(able, arch, dtype, head_dim))
     return {
         attention: CudaOps(
             head_shape(attention, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
-            cos_sin_PD=rotations[attention.rope],
+            cos_sin_PD=rotations[attention.rope, attention.rotary_dim],
             products=products,
             kv_scales=kv_scales,
         )

@@ -58,7 +58,7 @@ class CalibrationOps:
         if not isinstance(mixer, Attention) or mixer.scores != Attention.scores:
             refuse(spec.architecture, "the mixer of a layer", mixer, "softmax attention, to calibrate with data")
         self._mixer, self._epsilon, self._seen = mixer, layer.norms.epsilon, seen
-        table = rotation_table(spec.ropes[mixer.rope], tokens, mixer.head_dim, device, context=spec.max_context)
+        table = rotation_table(spec.ropes[mixer.rope], mixer, tokens, device, context=spec.max_context)
         self._cos_TD, self._sin_TD = (each_TC.repeat(1, 2) for each_TC in table)
         self._mask_TT: Tensor | None = None
         if mixer.window is not None and mixer.window < tokens:

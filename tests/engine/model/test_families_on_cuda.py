@@ -18,6 +18,8 @@ from headrace.engine.model.cuda.listed import _WORDS, list_kernels
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
 
+REORDERED = ("phi-4-mini", "glm", "glm4", "ernie 4.5")
+"""Families whose heads are put in another order as they are loaded."""
 SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
 
 
@@ -26,7 +28,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
 
 
-@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma3"])
+@pytest.mark.parametrize("family", [*REORDERED, "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma3"])
 def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
     async def run() -> list[Output]:
         async with open_engine(zoo.folder(family), "cuda", **SMALL) as engine:
@@ -41,7 +43,7 @@ def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["phi3", "olmo3"])
+@pytest.mark.parametrize("family", ["phi3", "olmo3", *REORDERED])
 def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> None:
     made = make(zoo.folder(family), tmp_path, family, {"r": 8, "target_modules": "all-linear"})
 
