@@ -101,10 +101,12 @@ class Attention(MixerSpec):
     head_dim: int
     rope: int = 0
     """Index of the rotary embedding in `DecoderSpec.ropes`."""
+    early_rope: int | None = None
+    """Index of a rotary embedding that comes before the norms of heads, where `rope` comes after them; None if none."""
     window: int | None = None
     """Number of last positions that a token attends to, itself included; None for all."""
     qk_norm: bool = False
-    """Whether each query and key head is RMS-normalised before rotation."""
+    """Whether each query and key head is RMS-normalised before the rotation by `rope`."""
     qk_norm_across_heads: bool = False
     """Whether all query heads together, and all key heads together, are RMS-normalised before rotation."""
     qkv_bias: bool = False
@@ -116,6 +118,11 @@ class Attention(MixerSpec):
     interleaved: bool = False
     """Whether checkpoints and adapters hold pairs of rotated elements side by side, not half of the rotated part apart.
     The loader puts them in the order that devices know (rope.py)."""
+
+    @property
+    def has_steps_before_attention(self) -> bool:
+        """Whether queries and keys pass operations of their own between their product and attention."""
+        return self.qk_norm_across_heads or self.early_rope is not None
 
     @property
     def rotated_dim(self) -> int:
@@ -271,9 +278,9 @@ class DecoderSpec:
 
     @property
     def has_pre_norms_alone(self) -> bool:
-        """Whether all norms are of the stream before a mixer or feed, or of single heads."""
-        across = any(isinstance(kind, Attention) and kind.qk_norm_across_heads for kind in self.mixer_kinds)
-        return not across and all(layer.norms.placement == "pre" for layer in self.layers)
+        """Whether all norms are of the stream before a mixer or feed, or of single heads before their rotation."""
+        apart = any(isinstance(kind, Attention) and kind.has_steps_before_attention for kind in self.mixer_kinds)
+        return not apart and all(layer.norms.placement == "pre" for layer in self.layers)
 
     @property
     def has_biases(self) -> bool:

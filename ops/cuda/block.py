@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaOps"]
 
+_EARLY_ROTATION: Final = Launch("the rotation before norms", overlaps=False, writes=frozenset(("activations",)))
 _EMBEDDING: Final = Launch("the embedding", overlaps=False, writes=frozenset(("activations",)))
 
 
@@ -48,6 +49,7 @@ class CudaOps:
         cos_sin_PD: Tensor,
         products: Products,
         kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
+        early_cos_sin_PD: Tensor | None = None,
     ) -> None:
         """Compute with heads of `shape`.
 
@@ -56,11 +58,12 @@ class CudaOps:
             cos_sin_PD: Rotary table, float32 [positions, D]: D/2 cosines, then D/2 sines.
             products: The kernels of products on the one stream on which this runs.
             kv_scales: Scales of 8-bit keys and values, by layer; a 16-bit cache has none.
+            early_cos_sin_PD: A second rotary table, for `rotate`.
         """
         self.shape, self.products = shape, products
         self.arch, self.eps, self.pdl = products.arch, products.room.eps, products.room.pdl
         self.device = cos_sin_PD.device
-        self._cos_sin_PD = cos_sin_PD
+        self._cos_sin_PD, self._early_cos_sin_PD = cos_sin_PD, early_cos_sin_PD
         self.note = products.room.chain.note
         """Notes a launch, for the check of hazards."""
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
@@ -198,6 +201,19 @@ class CudaOps:
             part_NX = qkv_NX[:, first : first + size]
             self.note(self._norm)
             fused.rms_norm(part_NX, norm_X, self.eps, part_NX, pdl=self.pdl)
+        return qkv_NX
+
+    def rotate(self, qkv_NX: Tensor, step: CudaStep) -> Tensor:
+        """Rotate queries and keys in place by the second table; return queries, keys and values side by side."""
+        assert self._early_cos_sin_PD is not None
+        positions_N = step.positions_N if isinstance(step, PrefillStep) else step.inputs.positions_B
+        cos_N1C, sin_N1C = self._early_cos_sin_PD.index_select(0, positions_N).unsqueeze(1).chunk(2, -1)
+        heads = self.shape.heads + self.shape.kv_heads
+        qk_NBD = qkv_NX.view(len(qkv_NX), -1, self.shape.head_dim)[:, :heads]
+        first_NBC, second_NBC = qk_NBD.float().chunk(2, -1)
+        turned = first_NBC * cos_N1C - second_NBC * sin_N1C, second_NBC * cos_N1C + first_NBC * sin_N1C
+        self.note(_EARLY_ROTATION)
+        qk_NBD.copy_(torch.cat(turned, -1))
         return qkv_NX
 
     # --- for operations with adapters, too

@@ -98,6 +98,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"head_dim": 128, "eos_token_id": []}),
     "glm4": ("Glm4", {"head_dim": 64, "eos_token_id": []}),
     "ernie 4.5": ("Ernie4_5", {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "granite": (
         "Granite",
         {

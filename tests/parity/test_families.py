@@ -117,6 +117,11 @@ def helium(**changes: Any) -> Any:
     return transformers.HeliumForCausalLM(transformers.HeliumConfig(**(SIZES | {"head_dim": 16} | changes)))
 
 
+def hunyuan(**changes: Any) -> Any:
+    config = transformers.HunYuanDenseV1Config(**(SIZES | {"head_dim": 24} | changes))
+    return transformers.HunYuanDenseV1ForCausalLM(config)
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LONG_ROPE = {
     "rope_type": "longrope",
@@ -132,6 +137,7 @@ PART_OF_LONG_ROPE = {
     "short_factor": [1.0] * 6,
     "long_factor": [1.0 + 0.5 * pair for pair in range(6)],
 }
+ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 500.0, "factor": 1.0}
 FACTORS = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.15, "logits_scaling": 3.0,
 }  # fmt: skip
@@ -212,6 +218,10 @@ FAMILIES |= {
     "glm4, all of each head": lambda: glm4(partial_rotary_factor=1.0, num_key_value_heads=4),
     "ernie 4.5": lambda: ernie(),
     "ernie 4.5 with every bias": lambda: ernie(use_bias=True, tie_word_embeddings=False),
+    "hunyuan": lambda: hunyuan(rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+    "hunyuan, stretched, biased, tied": lambda: hunyuan(
+        rope_parameters=dict(ALPHA), attention_bias=True, tie_word_embeddings=True
+    ),
     "helium": lambda: helium(),
     "helium with every bias": lambda: helium(attention_bias=True, mlp_bias=True),
 }
@@ -279,6 +289,7 @@ def test_what_sets_a_family_apart_changes_its_logits() -> None:
         ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "attention_factor": 1.0}}),
         *(("granite", {factor: 1.0}) for factor in FACTORS),
         ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+        ("hunyuan, stretched, biased, tied", {"rope_parameters": {**ALPHA, "alpha": 1.0}}),
         ("glm", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
         ("glm with yarn", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5, "attention_factor": 1.0}}),
         (

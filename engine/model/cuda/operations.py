@@ -67,10 +67,10 @@ def cuda_ops(
     kinds = spec.softmax_kinds
     head_dim = kinds[0].head_dim
     rotations = {
-        (each.rope, each.rotary_dim): torch.cat(
-            rotation_table(spec.ropes[each.rope], each, max_positions, device), dim=1
-        )
+        (rope, each.rotary_dim): torch.cat(rotation_table(spec.ropes[rope], each, max_positions, device), dim=1)
         for each in kinds
+        for rope in (each.rope, each.early_rope)
+        if rope is not None
     }
     room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
     able = [*(kernel for kind in codes for kernel in kernels.coded(kind)), *kernels.products]
@@ -81,6 +81,9 @@ def cuda_ops(
             cos_sin_PD=rotations[attention.rope, attention.rotary_dim],
             products=products,
             kv_scales=kv_scales,
+            early_cos_sin_PD=(
+                None if attention.early_rope is None else rotations[attention.early_rope, attention.rotary_dim]
+            ),
         )
         for attention in kinds
     }

@@ -22,6 +22,7 @@ from headrace.engine.model.families.glm4 import GLM4
 from headrace.engine.model.families.granite import GRANITE
 from headrace.engine.model.families.helium import HELIUM
 from headrace.engine.model.families.hf import HfConfig
+from headrace.engine.model.families.hunyuan_v1_dense import HUNYUAN
 from headrace.engine.model.families.llama import LLAMA
 from headrace.engine.model.families.ministral import MINISTRAL
 from headrace.engine.model.families.mistral import MISTRAL
@@ -38,7 +39,7 @@ __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "read_hf_con
 
 FAMILIES: Final = (
     LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4, SEED_OSS,
-    GLM, GLM4, ERNIE4_5, HELIUM,
+    GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN,
 )  # fmt: skip
 
 QUANTISATION_FILE: Final = "hf_quant_config.json"

@@ -28,7 +28,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
 
 
-@pytest.mark.parametrize("family", [*REORDERED, "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma3"])
+@pytest.mark.parametrize("family", [*REORDERED, "hunyuan", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma3"])
 def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
     async def run() -> list[Output]:
         async with open_engine(zoo.folder(family), "cuda", **SMALL) as engine:
@@ -43,7 +43,7 @@ def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["phi3", "olmo3", *REORDERED])
+@pytest.mark.parametrize("family", ["phi3", "olmo3", "hunyuan", *REORDERED])
 def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> None:
     made = make(zoo.folder(family), tmp_path, family, {"r": 8, "target_modules": "all-linear"})
 
