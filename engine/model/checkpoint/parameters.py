@@ -326,4 +326,6 @@ def _place(target: Stored, parts: Mapping[str, Tensor], first: int, order: Tenso
         if order is None or spec.outputs != 1:
             whole[here].copy_(rows)
         else:
+            if rows.dtype == torch.float8_e4m3fn:  # which torch does not index
+                whole, rows = whole.view(torch.uint8), rows.view(torch.uint8)
             whole.index_copy_(0, order[here], rows)
