@@ -125,6 +125,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma": ("Gemma", {"head_dim": 256, "tie_word_embeddings": True}),
     "gemma3": (
         "Gemma3",
         {
@@ -157,7 +158,7 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             scale = 5.0 if name == "model.norm.weight" and config.tie_word_embeddings else 1.0
-            left_out = 1.0 if architecture == "Gemma3" else 0.0
+            left_out = 1.0 if architecture.startswith("Gemma") else 0.0
             torch.nn.init.normal_(parameter, scale - left_out, 0.2 * scale)
         elif "bias" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.05 if "v_proj" in name else 0.2)

@@ -117,6 +117,15 @@ def helium(**changes: Any) -> Any:
     return transformers.HeliumForCausalLM(transformers.HeliumConfig(**(SIZES | {"head_dim": 16} | changes)))
 
 
+def gemma(**changes: Any) -> Any:
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**(SIZES | {"head_dim": 24} | changes)))
+
+
+def cwm(**changes: Any) -> Any:
+    tokens = {"bos_token_id": 95, "eos_token_id": []}
+    return transformers.CwmForCausalLM(transformers.CwmConfig(**(SIZES | tokens | {"head_dim": 24} | changes)))
+
+
 def hunyuan(**changes: Any) -> Any:
     config = transformers.HunYuanDenseV1Config(**(SIZES | {"head_dim": 24} | changes))
     return transformers.HunYuanDenseV1ForCausalLM(config)
@@ -222,6 +231,11 @@ FAMILIES |= {
     "hunyuan, stretched, biased, tied": lambda: hunyuan(
         rope_parameters=dict(ALPHA), attention_bias=True, tie_word_embeddings=True
     ),
+    "gemma": lambda: gemma(),
+    "gemma with every bias": lambda: gemma(attention_bias=True, tie_word_embeddings=False),
+    "cwm, window in the middle layer": lambda: cwm(
+        sliding_window=WINDOW, layer_types=EVERY_OTHER, rope_parameters=dict(LLAMA3), mlp_bias=True
+    ),
     "helium": lambda: helium(),
     "helium with every bias": lambda: helium(attention_bias=True, mlp_bias=True),
 }
@@ -289,6 +303,7 @@ def test_what_sets_a_family_apart_changes_its_logits() -> None:
         ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "attention_factor": 1.0}}),
         *(("granite", {factor: 1.0}) for factor in FACTORS),
         ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+        ("cwm, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
         ("hunyuan, stretched, biased, tied", {"rope_parameters": {**ALPHA, "alpha": 1.0}}),
         ("glm", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
         ("glm with yarn", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5, "attention_factor": 1.0}}),

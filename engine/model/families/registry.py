@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from headrace.adapters.untrusted import Fields, read_object, refuse
+from headrace.engine.model.families.cwm import CWM
 from headrace.engine.model.families.ernie4_5 import ERNIE4_5
 from headrace.engine.model.families.exaone4 import EXAONE4
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gemma import GEMMA
 from headrace.engine.model.families.gemma2 import GEMMA2
 from headrace.engine.model.families.gemma3_text import GEMMA3
 from headrace.engine.model.families.gguf import GgufHeader
@@ -39,7 +41,7 @@ __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "read_hf_con
 
 FAMILIES: Final = (
     LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4, SEED_OSS,
-    GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN,
+    GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
 )  # fmt: skip
 
 QUANTISATION_FILE: Final = "hf_quant_config.json"

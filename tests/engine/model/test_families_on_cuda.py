@@ -28,7 +28,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
 
 
-@pytest.mark.parametrize("family", [*REORDERED, "hunyuan", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma3"])
+@pytest.mark.parametrize(
+    "family", [*REORDERED, "hunyuan", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma3"]
+)
 def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
     async def run() -> list[Output]:
         async with open_engine(zoo.folder(family), "cuda", **SMALL) as engine:
@@ -65,6 +67,7 @@ def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> No
         ("exaone4", {"product"}),
         ("olmo3", {"product"}),
         ("gemma3", {"product", "norm, product"}),
+        ("hunyuan", {"product"}),
         ("smollm3", set(_WORDS.values()) - {_WORDS["logits"]}),
     ],
 )
