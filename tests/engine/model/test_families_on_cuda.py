@@ -67,7 +67,7 @@ def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> No
         ("exaone4", {"product"}),
         ("olmo3", {"product"}),
         ("gemma3", {"product", "norm, product"}),
-        ("hunyuan", {"product"}),
+        ("hunyuan", {"product", *(_WORDS[each] for each in ("residual", "norm gated", "factors gated", "gated"))}),
         ("smollm3", set(_WORDS.values()) - {_WORDS["logits"]}),
     ],
 )
