@@ -64,6 +64,8 @@ class CudaOps:
         self.arch, self.eps, self.pdl = products.arch, products.room.eps, products.room.pdl
         self.device = cos_sin_PD.device
         self._cos_sin_PD, self._early_cos_sin_PD = cos_sin_PD, early_cos_sin_PD
+        self._still_1D = torch.zeros_like(cos_sin_PD[:1])  # of angles of 0, without a magnitude
+        self._still_1D[:, : shape.head_dim // 2] = 1.0
         self.note = products.room.chain.note
         """Notes a launch, for the check of hazards."""
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
@@ -260,8 +262,9 @@ class CudaOps:
             self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, step.positions_N, step.slots_N, kv_layer, scales, qkv_NX)
             for first, kv_LMX in step.given:
                 kv_MX, slots_M = kv_LMX[layer], step.slots_N[first : first + kv_LMX.shape[1]]
-                still_M = torch.zeros_like(slots_M)  # position 0 is not rotated
-                self._rope_and_write(kv_MX, None, None, still_M, slots_M, kv_layer, scales, kv_MX, heads=0)
+                self._rope_and_write(
+                    kv_MX, None, None, torch.zeros_like(slots_M), slots_M, kv_layer, scales, kv_MX, given=True
+                )
             q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
             self.note(ATTENTION)
             step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim), scales)
@@ -346,13 +349,15 @@ class CudaOps:
         kv_layer: Tensor,
         scales: KvScales,
         q_out: Tensor,
-        heads: int | None = None,
+        *,
+        given: bool = False,
     ) -> None:
-        """Call `norm_rope_write` for the model's heads, or for fewer queries."""
+        """Call `norm_rope_write` for the model's heads, or for keys and values alone that are only stored."""
         shape = self.shape
+        table = self._still_1D if given else self._cos_sin_PD
         self.note(self._rotation)
         fused.norm_rope_write(
-            qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, positions_N, slots_N, kv_layer,
-            heads=shape.heads if heads is None else heads, kv_heads=shape.kv_heads, eps=self.eps, q_out=q_out,
+            qkv_NX, q_norm_D, k_norm_D, table, positions_N, slots_N, kv_layer,
+            heads=0 if given else shape.heads, kv_heads=shape.kv_heads, eps=self.eps, q_out=q_out,
             k_scale=scales.k, v_scale=scales.v, pdl=self.pdl,
         )  # fmt: skip

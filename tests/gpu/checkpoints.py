@@ -94,7 +94,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
     "phi3": ("Phi3", {}),
-    "phi-4-mini": ("Phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    "phi-4-mini": (
+        "Phi3",
+        {
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "attention_factor": 1.2,
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * pair for pair in range(24)],
+                "long_factor": [1.0 + 0.1 * pair for pair in range(24)],  # the same, whatever a prompt's length
+            },
+        },
+    ),
     "glm": ("Glm", {"head_dim": 128, "eos_token_id": []}),
     "glm4": ("Glm4", {"head_dim": 64, "eos_token_id": []}),
     "ernie 4.5": ("Ernie4_5", {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True}),

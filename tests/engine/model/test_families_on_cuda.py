@@ -11,7 +11,7 @@ from emulated_cuda import emulated
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge, Output
-from gpu.wearing import make
+from gpu.wearing import make, make_virtual
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.cuda.listed import _WORDS, list_kernels
@@ -59,6 +59,24 @@ def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> No
     with emulated():
         outputs = anyio.run(run)
     Judge(made.merged, "cpu").check(outputs, family)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["olmo3", "hunyuan", *REORDERED])
+def test_keys_and_values_of_a_prefix_are_kept_as_they_are(zoo: Zoo, family: str, tmp_path: Path) -> None:
+    """OLMo 3 scales what it rotates, Hunyuan norms it, and the others order it; a prefix is given behind all that."""
+    made = make_virtual(zoo.folder(family), tmp_path, "prefix")
+
+    async def run() -> list[Output]:
+        async with open_engine(zoo.folder(family), "cuda", **SMALL, adapter_slots=1) as engine:
+            await engine.adapters.load("one", made.folder)
+            prompts = [draw(length, length) for length in (1, 45, 100)]
+            found = [await engine.generate(list(prompt), greedy(8), adapter="one") for prompt in prompts]
+            return [Output(prompt, each.choices[0].token_ids) for prompt, each in zip(prompts, found, strict=True)]
+
+    with emulated():
+        outputs = anyio.run(run)
+    assert made.gaps(outputs).max() < 0.2
 
 
 @pytest.mark.parametrize(
