@@ -17,8 +17,6 @@ COUNT = 32
 MARGIN = 1e-2
 SQUARE = {"intermediate_size": 256}
 """With 192 inputs of the other products, a model whose groups have two sizes."""
-REORDERED = {"architecture": "Helium", "head_dim": 64}
-"""A model whose rows of queries and keys are put in another order as they are loaded."""
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fp8": ("fp8", {}, {}),
     "int8": ("int8", {}, {}),
@@ -28,12 +26,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "symmetric int4 in two sizes of groups": ("int4", {"symmetric": True}, SQUARE),
     "symmetric int4 beside dense layers": ("int4", {"symmetric": True}, {"intermediate_size": 176}),
     "symmetric int4 with data": ("int4", {"symmetric": True, "ids_ST": sequences()}, {}),
-    "int8, rows in another order": ("int8", {}, REORDERED),
-    "symmetric int4 with data, rows in another order": (
-        "int4",
-        {"symmetric": True, "ids_ST": sequences()},
-        REORDERED,
-    ),
 }
 
 
