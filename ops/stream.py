@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Activation", "HeadNorms", "Pending", "Stream"]
+__all__ = ["Activation", "HeadNorms", "LayerNorm", "Pending", "PlainActivation", "Stream"]
 
 
 class Pending(Protocol):
@@ -48,6 +48,17 @@ class Stream(NamedTuple):
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 """Activation of a gated feed: x * sigmoid(x), or GELU with tanh for the error function (Hendrycks and Gimpel, 2016)."""
+
+
+PlainActivation: TypeAlias = Literal["gelu", "gelu_tanh", "relu"]
+"""Activation of a feed without a gate: GELU by the error function or by tanh, or the larger of x and 0."""
+
+
+class LayerNorm(NamedTuple):
+    """Weights of a norm that also takes the mean away: (x - mean(x)) / std(x) * w + b (Ba et al., 2016)."""
+
+    weight_E: Tensor
+    bias_E: Tensor | None = None
 
 
 class HeadNorms(NamedTuple):

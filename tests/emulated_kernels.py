@@ -93,6 +93,25 @@ def rms_norm(at: SimpleNamespace) -> None:
     at.out.copy_(normed(value, at.weight, at.eps))
 
 
+def layer_norm(at: SimpleNamespace) -> None:
+    value = at.x.float().reshape(len(at.x), -1, at.size)  # parts that are normed by themselves
+    value = value - value.mean(-1, keepdim=True)
+    normed = (value / torch.sqrt((value * value).mean(-1, keepdim=True) + at.eps)).flatten(1) * at.weight.float()
+    demand(at.BIAS == (at.bias is not None), "a bias that the kernel does not read, or none that it does")
+    at.out.copy_(normed + at.bias.float() if at.BIAS else normed)
+
+
+def activate(at: SimpleNamespace) -> None:
+    value = at.x.float()
+    demand(at.x.is_contiguous(), "rows that are not contiguous")
+    shares = {
+        "relu": (value > 0).float(),
+        "gelu": (1 + torch.erf(value / math.sqrt(2))) / 2,
+        "gelu_tanh": (1 + torch.tanh(math.sqrt(2 / math.pi) * (value + 0.044715 * value**3))) / 2,
+    }
+    at.x.copy_(value * shares[at.KIND])
+
+
 def gated(both: Tensor) -> Tensor:
     gate, up = both.float().chunk(2, -1)
     return gate * torch.sigmoid(gate) * up
@@ -442,6 +461,8 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_prepare_kernel": prepare,
     "_norm_rope_kernel": norm_rope,
     "_rms_norm_kernel": rms_norm,
+    "_layer_norm_kernel": layer_norm,
+    "_activate_kernel": activate,
     "_activate_mul_kernel": activate_mul,
     "_group_kernel": group,
     "_enter_kernel": enter,

@@ -162,7 +162,9 @@ def stored_bytes(
             found = Inventory(open_files(path, opened), spec)
         total = 0
         for part, shape in all_parts(spec):
-            if len(shape) == 1 or (part.role == "embedding.weight" and not spec.tied_head):
+            if len(shape) == 1 or part.role == "positions.weight":
+                continue
+            if part.role == "embedding.weight" and not spec.tied_head:
                 continue
             if found is None or found.is_plain(part):
                 is_dense = quantize is None or (part.layer is None and not quantize_head)

@@ -22,7 +22,7 @@ from headrace.engine.model.shared.find_gpu import find_gpu
 from headrace.engine.model.shared.gpu_sizes import DTYPE, GRAPH_BYTES, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
 from headrace.engine.model.shared.gpu_sizes import FREE_SHARE as GPU_FREE_SHARE
 from headrace.engine.model.shared.memory import free_host_bytes
-from headrace.engine.model.spec import DecoderSpec, DenseFeed
+from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import WeightPart
 from headrace.ops.cuda.attention.shape import HeadShape
@@ -200,7 +200,7 @@ def _activation_bytes(spec: DecoderSpec, limits: Limits) -> int:
     """Estimate what the largest step needs: a layer's widest tensors, the logits twice, and workspaces of kernels."""
     attention = spec.uniform_attention
     heads = (2 * attention.heads + 2 * attention.kv_heads) * attention.head_dim
-    feed = max(3 * layer.feed.size for layer in spec.layers if isinstance(layer.feed, DenseFeed))
+    feed = 3 * spec.uniform_feed.size
     of_token = (3 * spec.hidden_size + max(heads, feed)) * DTYPE.itemsize
     logits = 2 * limits.rows * spec.vocab_size * torch.float32.itemsize
     return limits.batched_tokens * of_token + logits + _WORKSPACE_BYTES

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Fused", "Names", "Part", "Rotated", "bias", "matrix", "norm"]
+__all__ = ["Fused", "Names", "Part", "Rotated", "bias", "head_norm_roles", "matrix", "norm"]
 
-_ROTATED = ("q", "k", "q_norm", "k_norm")
+_ROTATED = re.compile(r"[qk](_norm(_\d+)?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class Part:
     """Number of the layer that the tensor belongs to; None outside the layers."""
     rotated: Rotated | None = None
     """The rows that are rotated, as the model's authors order them; None if none are."""
+    groups: int | None = None
+    """Number of groups of heads, each with its queries, then its key, then its value, where the tensor holds all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,14 @@ class Fused:
 
     @property
     def is_bias(self) -> bool:
-        """Whether the parameter is the bias of a product."""
+        """Whether the parameter is the bias of a product or a norm."""
         return all(part.role.endswith(".bias") for part in self.parts)
 
     def rotated(self, head_dim: int, rotary_dim: int, *, interleaved: bool) -> Fused:
         """Return the same parameter, with the rows of queries and keys, or of their norms, marked as rotated."""
         parts = []
         for part in self.parts:
-            is_rotated = part.role.split(".")[0] in _ROTATED
+            is_rotated = _ROTATED.fullmatch(part.role.split(".")[0]) is not None
             rotated = Rotated(head_dim, rotary_dim, interleaved, part.rows) if is_rotated else None
             parts.append(replace(part, rotated=rotated))
         return replace(self, parts=tuple(parts))
@@ -86,6 +88,11 @@ def norm(**rows: int) -> Fused:
     return Fused(tuple(Part(f"{role}.weight", count) for role, count in rows.items()), None, is_norm=True)
 
 
+def head_norm_roles(heads: int, kv_heads: int) -> list[str]:
+    """Return the roles of norms of which each query and key head has one of its own, queries first."""
+    return [*(f"q_norm_{head}" for head in range(heads)), *(f"k_norm_{head}" for head in range(kv_heads))]
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """Names that a checkpoint gives to the roles."""
@@ -104,6 +111,14 @@ class Names:
     small difference have no room in 16 bits."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Roles whose one tensor holds those of several others, one above the other: `qkv` for q, k and v."""
+    grouped: bool = False
+    """Whether joined queries, keys and values lie group by group: the queries of a key, this key and its value."""
+    transposed: frozenset[str] = frozenset()
+    """Roles whose matrices are stored [in, out]."""
+    prefix: str = "model."
+    """Beginning of most names, which a checkpoint lacks that was saved without the class that holds the head."""
+    is_peft: bool = True
+    """Whether adapters of the model name its modules so, too; otherwise they name them as those of Llama."""
 
     def of(self, part: Part) -> str:
         """Return the checkpoint's name of a part."""
@@ -120,13 +135,21 @@ class Names:
                 kind, rows = first.role.split(".")[1], sum(part.rows for part in fused.parts)
                 heads = sum(part.rotated.rows for part in fused.parts if part.rotated is not None)
                 rotated = first.rotated and replace(first.rotated, rows=heads)
-                return replace(fused, parts=(Part(f"{role}.{kind}", rows, first.layer, rotated),))
+                part = Part(f"{role}.{kind}", rows, first.layer, rotated)
+                if self.grouped and rotated is not None:
+                    part = replace(part, groups=fused.parts[1].rows // rotated.head_dim)
+                return replace(fused, parts=(part,))
         return fused
 
-    def without(self, prefix: str) -> Names:
-        """Return the names of a checkpoint that was saved without `prefix`."""
+    def is_transposed(self, part: Part) -> bool:
+        """Return whether a checkpoint holds a matrix [in, out]."""
+        role, kind = part.role.split(".")
+        return kind == "weight" and role in self.transposed
+
+    def bare(self) -> Names:
+        """Return the names of a checkpoint that was saved without the prefix."""
         return replace(
             self,
-            layer_prefix=self.layer_prefix.removeprefix(prefix),
-            roles={role: name.removeprefix(prefix) for role, name in self.roles.items()},
+            layer_prefix=self.layer_prefix.removeprefix(self.prefix),
+            roles={role: name.removeprefix(self.prefix) for role, name in self.roles.items()},
         )

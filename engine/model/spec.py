@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
 from headrace.adapters.untrusted import refuse
-from headrace.engine.model.roles import Fused, Names, bias, matrix, norm
+from headrace.engine.model.roles import Fused, Names, bias, head_norm_roles, matrix, norm
 from headrace.engine.model.rope import Rope
-from headrace.ops.stream import Activation
+from headrace.ops.stream import Activation, PlainActivation
 
 __all__ = [
     "LIMITS",
@@ -28,6 +28,8 @@ __all__ = [
     "Norms",
     "Paged",
     "PerRow",
+    "PlainFeed",
+    "PositionTable",
     "SoftcappedAttention",
 ]
 
@@ -109,6 +111,8 @@ class Attention(MixerSpec):
     """Whether each query and key head is RMS-normalised before the rotation by `rope`."""
     qk_norm_across_heads: bool = False
     """Whether all query heads together, and all key heads together, are RMS-normalised before rotation."""
+    qk_layer_norm: bool = False
+    """Whether each query and key head has a layer norm without a bias, of weights of its own, before rotation."""
     qkv_bias: bool = False
     o_bias: bool = False
     scale: float | None = None
@@ -122,7 +126,7 @@ class Attention(MixerSpec):
     @property
     def has_steps_before_attention(self) -> bool:
         """Whether queries and keys pass operations of their own between their product and attention."""
-        return self.qk_norm_across_heads or self.early_rope is not None
+        return self.qk_norm_across_heads or self.qk_layer_norm or self.early_rope is not None
 
     @property
     def rotated_dim(self) -> int:
@@ -151,6 +155,9 @@ class Attention(MixerSpec):
             found["k_norm_D"] = norm(k_norm=self.head_dim)
         if self.qk_norm_across_heads:
             found["q_norm_X"], found["k_norm_X"] = norm(q_norm=queries), norm(k_norm=keys)
+        if self.qk_layer_norm:
+            roles = head_norm_roles(self.heads, self.kv_heads)
+            found["heads_layer_norm_X"] = norm(**dict.fromkeys(roles, self.head_dim))
         sizes = self.head_dim, self.rotated_dim
         return {name: fused.rotated(*sizes, interleaved=self.interleaved) for name, fused in found.items()}
 
@@ -186,23 +193,65 @@ class DenseFeed(FeedSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class PlainFeed(FeedSpec):
+    """Feed-forward network without a gate, down(act(up(x))) (Vaswani et al., 2017)."""
+
+    size: int
+    """Width of what is activated."""
+    bias: bool = True
+    activation: PlainActivation = "gelu"
+
+    def parameters(self, hidden_size: int) -> dict[str, Fused]:
+        """Return the products of up and down."""
+        found = {"up": matrix(hidden_size, up=self.size), "down": matrix(self.size, down=hidden_size)}
+        if self.bias:
+            found["up_bias"], found["down_bias"] = bias(up=self.size), bias(down=hidden_size)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Norms:
     """Norms of one layer."""
 
     epsilon: float
-    kind: Literal["rms"] = "rms"
-    placement: Literal["pre", "post", "both"] = "pre"
+    kind: Literal["rms", "layer"] = "rms"
+    """`rms` for x / rms(x) * w (Zhang and Sennrich, 2019), `layer` for (x - mean(x)) / std(x) * w + b (Ba et al.,
+    2016)."""
+    placement: Literal["pre", "post", "both", "parallel", "shared"] = "pre"
     """Where the norms are: `pre` for x + f(norm(x)) (Xiong et al., 2020), `post` for x + norm(f(x)) (OLMo Team, 2025),
-    `both` for x + norm(f(norm(x))) (Ding et al., 2021)."""
+    `both` for x + norm(f(norm(x))) (Ding et al., 2021). With mixer f and feed g side by side, `parallel` for
+    x + f(norm(x)) + g(norm'(x)) (Black et al., 2022), and `shared` where norm is norm' (Wang and Komatsuzaki, 2021)."""
+    bias: bool = False
+    """Whether norms of the kind `layer` add a bias b."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for norms of results that are no RMS norms: nothing computes them."""
+        if self.kind != "rms" and self.placement in ("post", "both"):
+            raise ValueError(f"a norm of the kind {self.kind} is computed before a mixer or feed, not behind it")
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether mixer and feed stand side by side, and not one behind the other."""
+        return self.placement in ("parallel", "shared")
 
     def parameters(self, hidden_size: int, sublayer: Literal["mixer", "feed"]) -> dict[str, Fused]:
-        """Return the weights of one sublayer's norms: `norm_E` of its input, `result_norm_E` of its result."""
-        found = {}
-        if self.placement != "post":
-            found["norm_E"] = norm(**{f"{sublayer}_norm": hidden_size})
-        if self.placement != "pre":
+        """Return the weights of one sublayer's norms.
+
+        They are `norm_E` of its input, or `layer_norm_E` and `layer_norm_bias_E`, and `result_norm_E` of its result.
+        """
+        found: dict[str, Fused] = {}
+        if self.placement != "post" and not (self.placement == "shared" and sublayer == "feed"):
+            found |= self.weights(f"{sublayer}_norm", hidden_size)
+        if self.placement in ("post", "both"):
             found["result_norm_E"] = norm(**{f"{sublayer}_result_norm": hidden_size})
         return found
+
+    def weights(self, role: str, size: int) -> dict[str, Fused]:
+        """Return the weights of one norm of this kind with the role `role`."""
+        if self.kind == "rms":
+            return {"norm_E": norm(**{role: size})}
+        found = {"layer_norm_E": norm(**{role: size})}
+        return found | {"layer_norm_bias_E": bias(**{role: size})} if self.bias else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +271,15 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionTable:
+    """Learned embeddings of positions, which are added to those of tokens (Gehring et al., 2017)."""
+
+    rows: int
+    offset: int = 0
+    """Row of position 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """Shape of a decoder: everything that the network must know of a model, apart from its weights."""
 
@@ -234,7 +292,7 @@ class DecoderSpec:
     max_context: int
     """Most tokens of a prompt and its completion together."""
     norm_eps: float
-    """Epsilon of the norm behind the last layer."""
+    """Epsilon of the norm behind the last layer, which is of the kind of that layer's own."""
     tied_head: bool
     names: Names
     """Names of the tensors in the checkpoint that the spec was read from."""
@@ -248,6 +306,10 @@ class DecoderSpec:
     """Factor of the last hidden states on their way into the head."""
     logits_cap: float | None = None
     """Bound c within which logits x stay, as c * tanh(x / c); None for no bound."""
+    head_bias: bool = False
+    """Whether the output head adds a bias to the logits."""
+    positions: PositionTable | None = None
+    """Learned embeddings of positions; None without."""
     checkpoint_dtype: str | None = None
     """Dtype `float32`, `bfloat16` or `float16` if the config names it; None for GGUF, whose tensors differ."""
 
@@ -278,13 +340,14 @@ class DecoderSpec:
 
     @property
     def has_pre_norms_alone(self) -> bool:
-        """Whether all norms are of the stream before a mixer or feed, or of single heads before their rotation."""
+        """Whether all norms are RMS norms of the stream before a mixer or feed, or of single heads before rotation."""
         apart = any(isinstance(kind, Attention) and kind.has_steps_before_attention for kind in self.mixer_kinds)
-        return not apart and all(layer.norms.placement == "pre" for layer in self.layers)
+        norms = (layer.norms for layer in self.layers)
+        return not apart and all(each.placement == "pre" and each.kind == "rms" for each in norms)
 
     @property
     def has_biases(self) -> bool:
-        """Whether a product within the layers has a bias."""
+        """Whether a product or norm within the layers has a bias."""
         plans = (plan for layer in self.layers for plan in layer.parameters(self.hidden_size))
         return any(fused.is_bias for plan in plans for fused in plan.values())
 
@@ -332,7 +395,7 @@ class DecoderSpec:
         return self.attention_kinds[0]
 
     @property
-    def uniform_feed(self) -> DenseFeed:
+    def uniform_feed(self) -> DenseFeed | PlainFeed:
         """Feed of the first layer, which is that of every layer.
 
         Raises:
@@ -340,9 +403,9 @@ class DecoderSpec:
         """
         first = self.layers[0].feed
         for layer in self.layers:
-            if not isinstance(first, DenseFeed) or layer.feed != first:
+            if not isinstance(first, (DenseFeed, PlainFeed)) or layer.feed != first:
                 refuse(self.architecture, "the feed of a layer", layer.feed, "the same dense feed in all layers")
-        assert isinstance(first, DenseFeed)
+        assert isinstance(first, (DenseFeed, PlainFeed))
         return first
 
     @property

@@ -1,4 +1,4 @@
-"""`activate`: the activation of a gated feed on the CPU, by torch."""
+"""`activate` and `activate_plain`: the activations of feeds with and without a gate on the CPU, by torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.stream import Activation
+    from headrace.ops.stream import Activation, PlainActivation
 
-__all__ = ["activate"]
+__all__ = ["activate", "activate_plain"]
 
 
 def activate(gate_up_N2F: Tensor, activation: Activation) -> Tensor:
@@ -19,3 +19,10 @@ def activate(gate_up_N2F: Tensor, activation: Activation) -> Tensor:
     gate_NF, up_NF = gate_up_N2F.chunk(2, -1)
     active_NF = functional.silu(gate_NF) if activation == "silu" else functional.gelu(gate_NF, approximate="tanh")
     return active_NF.mul_(up_NF)
+
+
+def activate_plain(x_NF: Tensor, activation: PlainActivation) -> Tensor:
+    """Return `activation(x)`, [N, F]."""
+    if activation == "relu":
+        return functional.relu(x_NF)
+    return functional.gelu(x_NF, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.nn import functional
 
-from headrace.ops.cpu.activation import activate
+from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.head import CpuHead
 from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
-    from headrace.ops.stream import Activation, HeadNorms
+    from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
 
 __all__ = ["CpuOps", "Weigh"]
 
@@ -88,7 +88,7 @@ class CpuOps:
         self.scale = head_dim**-0.5 if scale is None else scale
         self._weigh = weigh
         self._group = heads // kv_heads
-        self._eps = torch.tensor(eps, dtype=torch.float32)
+        self._epsilon, self._eps = eps, torch.tensor(eps, dtype=torch.float32)
         # x * cos + roll(x, D / 2) * sin is the rotation when the first half of sin is negative.
         self._cos_1D = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)
         self._sin_1D = torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1)
@@ -148,12 +148,33 @@ class CpuOps:
         """Return `activation(gate) * up`, where the input holds gate, then up."""
         return activate(gate_up_N2F, activation)
 
+    def activate_plain(self, x_NF: Tensor, activation: PlainActivation) -> Tensor:
+        """Return `activation(x)`."""
+        return activate_plain(x_NF, activation)
+
+    def layer_norm(self, x_NE: Tensor, norm: LayerNorm) -> Tensor:
+        """Return `(x - mean(x)) / sqrt(var(x) + eps) * w + b`, computed in float32 row by row, rounded once."""
+        weight_E, bias_E = norm.weight_E.float(), None if norm.bias_E is None else norm.bias_E.float()
+        return torch.layer_norm(x_NE.float(), x_NE.shape[-1:], weight_E, bias_E, self._epsilon).to(self.dtype)
+
+    def positions(self, step: CpuStep) -> Tensor:
+        """Return the positions of a step's tokens, int64."""
+        return step.positions_N
+
     def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
         """Return queries, keys and values with an RMS norm of all queries, and one of all keys."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         q_NX, k_NX, v_NX = qkv_NX.split((queries, keys, keys), 1)
         normed = (self.rms_norm(part.contiguous(), norm_X) for part, norm_X in ((q_NX, norms.q_D), (k_NX, norms.k_D)))
         return torch.cat((*normed, v_NX), 1)
+
+    def layer_norm_heads(self, qkv_NX: Tensor, weight_X: Tensor) -> Tensor:
+        """Return queries, keys and values with a layer norm of each query and key head."""
+        heads = self.heads + self.kv_heads
+        qkv_NAD = qkv_NX.view(len(qkv_NX), -1, self.head_dim)
+        normed_NBD = torch.layer_norm(qkv_NAD[:, :heads].float(), (self.head_dim,), None, None, self._epsilon)
+        normed_NBD.mul_(weight_X.view(heads, self.head_dim))
+        return torch.cat((normed_NBD.to(qkv_NX.dtype), qkv_NAD[:, heads:]), 1).view(qkv_NX.shape)
 
     def rotate(self, qkv_NX: Tensor, step: CpuStep) -> Tensor:
         """Rotate queries and keys in place by the tables `early`; return queries, keys and values side by side."""

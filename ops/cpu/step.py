@@ -56,7 +56,7 @@ class CpuStep:
     tokens: int
     """Number of the step's tokens."""
     positions_N: Tensor
-    """Position of each token, int64."""
+    """Position of each token in its own sequence, int64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

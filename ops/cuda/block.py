@@ -18,6 +18,7 @@ from headrace.ops.cuda import fused
 from headrace.ops.cuda.attention.steps import ATTENTION, CudaStep, DecodeStep, PrefillStep, WholeStep
 from headrace.ops.cuda.codes.layout import CodeLayout, codes_of
 from headrace.ops.cuda.hazards import Launch
+from headrace.ops.cuda.layer_norm import activate_plain, layer_norm
 from headrace.ops.cuda.memory.pages import PageMemory
 from headrace.ops.cuda.products.fusion import GATED, SQUARED, AddNorm, HeadTargets, Residual, Squares
 from headrace.ops.cuda.products.packed import Chosen, CudaProduct, Products
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.attention.shape import HeadShape
     from headrace.ops.cuda.products.fusion import Before
     from headrace.ops.formats import Stored
-    from headrace.ops.stream import Activation, HeadNorms
+    from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
 
 __all__ = ["CudaOps"]
 
@@ -195,6 +196,23 @@ class CudaOps:
         fused.add_rms_norm(x_NE, total_NE, norm_E, self.eps, pdl=self.pdl)
         return x_NE, total_NE
 
+    def layer_norm(self, x_NE: Tensor, norm: LayerNorm) -> Tensor:
+        """Return the layer norm of each token."""
+        normed_NE = torch.empty_like(x_NE)
+        self.note(self._norm)
+        layer_norm(x_NE, norm.weight_E, norm.bias_E, self.eps, normed_NE, pdl=self.pdl)
+        return normed_NE
+
+    def activate_plain(self, x_NF: Tensor, activation: PlainActivation) -> Tensor:
+        """Return activation(x), computed in place."""
+        self.note(self._norm)
+        activate_plain(x_NF, activation, pdl=self.pdl)
+        return x_NF
+
+    def positions(self, step: CudaStep) -> Tensor:
+        """Return the positions of a step's tokens, which a captured graph reads when it runs."""
+        return step.positions_N if isinstance(step, PrefillStep) else step.inputs.positions_B
+
     def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
         """Norm all queries together, and all keys together, in place."""
         queries, keys = self.shape.heads * self.shape.head_dim, self.shape.kv_heads * self.shape.head_dim
@@ -205,11 +223,18 @@ class CudaOps:
             fused.rms_norm(part_NX, norm_X, self.eps, part_NX, pdl=self.pdl)
         return qkv_NX
 
+    def layer_norm_heads(self, qkv_NX: Tensor, weight_X: Tensor) -> Tensor:
+        """Norm each query and key head in place."""
+        heads = self.shape.heads + self.shape.kv_heads
+        qk_NX = qkv_NX[:, : heads * self.shape.head_dim]
+        self.note(self._norm)
+        layer_norm(qk_NX, weight_X, None, self.eps, qk_NX, parts=heads, pdl=self.pdl)
+        return qkv_NX
+
     def rotate(self, qkv_NX: Tensor, step: CudaStep) -> Tensor:
         """Rotate queries and keys in place by the second table; return queries, keys and values side by side."""
         assert self._early_cos_sin_PD is not None
-        positions_N = step.positions_N if isinstance(step, PrefillStep) else step.inputs.positions_B
-        cos_N1C, sin_N1C = self._early_cos_sin_PD.index_select(0, positions_N).unsqueeze(1).chunk(2, -1)
+        cos_N1C, sin_N1C = self._early_cos_sin_PD.index_select(0, self.positions(step)).unsqueeze(1).chunk(2, -1)
         heads = self.shape.heads + self.shape.kv_heads
         qk_NBD = qkv_NX.view(len(qkv_NX), -1, self.shape.head_dim)[:, :heads]
         first_NBC, second_NBC = qk_NBD.float().chunk(2, -1)

@@ -46,7 +46,11 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-GAINS = {"embed": 0.5, "head": 2.5, "qkv_proj": 1.2, "v_proj": 2.0, "o_proj": 2.0, "q_proj": 1.2, "k_proj": 1.2}
+GAINS = {
+    "embed_out": 2.5,
+    "embed": 0.5, "head": 2.5, "qkv_proj": 1.2, "v_proj": 2.0, "o_proj": 2.0, "q_proj": 1.2, "k_proj": 1.2,
+    "wte": 0.5, "wpe": 0.5, "out_proj": 2.0, "c_attn": 1.4, "query_key_value": 1.4, "c_proj": 1.5, "dense": 1.5,
+}  # fmt: skip
 """Spread of an output for inputs of order one. More for queries and keys would make the models chaotic: small errors
 would grow from layer to layer, and with them the margin that the judge has to allow. A small embedding keeps a tied
 head from repeating the latest token for ever."""
@@ -153,32 +157,84 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Exaone4",
         {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "starcoder2": ("Starcoder2", {"norm_epsilon": 1e-5, "sliding_window": WINDOW}),
+    "gpt2": (
+        "GPT2",
+        {
+            "n_embd": 256,
+            "n_inner": 384,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": CONTEXT,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "opt": ("OPT", {"ffn_dim": 384, "num_key_value_heads": 4}),
+    "falcon": ("Falcon", {"ffn_hidden_size": 384, "tie_word_embeddings": True}),
+    "falcon 40b": (
+        "Falcon",
+        {"ffn_hidden_size": 384, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    ),
+    "cohere2": (
+        "Cohere2",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attention_bias": True,
+            "logit_scale": 0.75,
+        },
+    ),
+    "gpt neox": (
+        "GPTNeoX",
+        {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+    ),
+    "phi": (
+        "Phi",
+        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "stablelm": (
+        "StableLm",
+        {
+            "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+            "use_qkv_bias": True,
+        },
+    ),
 }
+CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
+"""Names of a configuration and a model that do not follow from the architecture's."""
 
 
 def kv_bytes(folder: Path, pages: int) -> int:
     """Bytes of so many pages of 16 tokens in bfloat16."""
     config = transformers.AutoConfig.from_pretrained(folder)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return pages * PAGE * config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 2
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if config.model_type == "falcon":
+        heads = config.num_kv_heads if config.new_decoder_architecture else 1
+    return pages * PAGE * config.num_hidden_layers * 2 * heads * head_dim * 2
 
 
 def build(architecture: str, changes: dict[str, Any]) -> Any:
     """A model of transformers whose every parameter matters."""
     torch.manual_seed(11)
-    kind = architecture + ("TextConfig" if architecture == "Gemma3" else "Config")
+    kind, of_model = CLASSES.get(architecture, (architecture + "Config", architecture + "ForCausalLM"))
     config = getattr(transformers, kind)(**(SIZES | changes))
-    model = getattr(transformers, architecture + "ForCausalLM")(config).eval()
+    model = getattr(transformers, of_model)(config).eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name:
-            scale = 5.0 if name == "model.norm.weight" and config.tie_word_embeddings else 1.0
+        if ("norm" in name or "ln_" in name) and "bias" not in name:
+            is_last = name in ("model.norm.weight", "transformer.ln_f.weight", "model.decoder.final_layer_norm.weight")
+            scale = 5.0 if is_last and config.tie_word_embeddings else 1.0
             left_out = 1.0 if architecture.startswith("Gemma") else 0.0
             torch.nn.init.normal_(parameter, scale - left_out, 0.2 * scale)
         elif "bias" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.05 if "v_proj" in name else 0.2)
         else:
             gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
-            torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(parameter.shape[1]))
+            inputs = parameter.shape[0 if architecture == "GPT2" and ".h." in name else 1]  # which are stored [in, out]
+            torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(inputs))
     return model
 
 

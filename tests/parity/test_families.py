@@ -12,6 +12,7 @@ import anyio
 import pytest
 import torch
 import transformers
+from layer_normed_models import LAYER_NORMED
 from model_driver import OPERATIONS, ModelUnderTest, capacity
 from torch import Tensor
 
@@ -220,6 +221,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": lambda: qwen3(tie_word_embeddings=False),
     "qwen3, tied, biased, later layers windowed": lambda: qwen3(tie_word_embeddings=True, attention_bias=True, **LATE),
+    **LAYER_NORMED,
 }
 FAMILIES |= {
     "glm": lambda: glm(),
@@ -253,7 +255,8 @@ def reference(family: str) -> tuple[Any, list[list[int]], list[Tensor]]:
     torch.manual_seed(11)
     model = FAMILIES[family]().eval()
     for name, parameter in model.named_parameters():
-        mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3 if "bias" in name else 0.12)
+        is_norm = ("norm" in name or "ln_" in name) and "bias" not in name
+        mean, spread = (1.0, 0.2) if is_norm else (0.0, 0.3 if "bias" in name else 0.12)
         torch.nn.init.normal_(parameter, mean, spread)
     sequences = [torch.randint(0, SIZES["vocab_size"], (length,)).tolist() for length in LENGTHS]
     with torch.inference_mode():

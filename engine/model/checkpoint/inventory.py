@@ -11,15 +11,12 @@ from typing import NoReturn
 from headrace.engine.model.checkpoint.found import Checkpoint, Found, Reader, refuse_tensor
 from headrace.engine.model.checkpoint.plan import all_parameters, all_parts
 from headrace.engine.model.checkpoint.readers import READERS, find
+from headrace.engine.model.checkpoint.transposed import transposed
 from headrace.engine.model.roles import Fused, Names, Part
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Dense
 
 __all__ = ["Inventory"]
-
-_HEAD = "lm_head."
-_TIED_LEFTOVER = f"{_HEAD}weight"
-_PREFIX = "model."
 
 
 class Inventory:
@@ -40,21 +37,24 @@ class Inventory:
             ModelRejected: A tensor is missing, left over, of another shape, or quantised in a damaged way.
         """
         self.files = files
-        is_bare = not any(name.startswith(_PREFIX) for name in files.shapes)
-        self.names: Names = spec.names.without(_PREFIX) if is_bare else spec.names
+        is_bare = not any(name.startswith(spec.names.prefix) for name in files.shapes)
+        self.names: Names = spec.names.bare() if is_bare else spec.names
         """Names of the tensors; a folder may have been saved without the class that holds the head."""
         self.scales = [self._scale_names(layer) for layer in range(spec.num_layers)]
         """By layer, names of the scales of an 8-bit cache that it may have, each with `k` (keys) or `v` (values)."""
         self.tied_leftover: Found | None = None
         """A stored head that should be the embedding, since the spec ties them; None if there is none."""
-        wanted = {self.names.of(part): shape for part, shape in all_parts(spec)}
-        self._found = {name: found for name in wanted if (found := find(files, name, readers)) is not None}
+        parts = [(self.names.of(part), part, shape) for part, shape in all_parts(spec)]
+        wanted = {name: shape for name, _, shape in parts}
+        self._turned = {name for name, part, _ in parts if self.names.is_transposed(part)}
+        self._found = {name: found for name in wanted if (found := self._find(name, readers)) is not None}
         missing = [name for name in wanted if name not in self._found]
         if missing:
             self.refuse(missing[0], "missing", f"the {len(wanted)} tensors of the model ({len(missing)} missing)")
         head_shape = (spec.vocab_size, spec.hidden_size)
-        if spec.tied_head and not is_bare and files.shapes.get(_TIED_LEFTOVER) == head_shape:
-            self.tied_leftover = find(files, _TIED_LEFTOVER, readers)
+        head = self.names.of(Part("head.weight", 0))
+        if spec.tied_head and not is_bare and files.shapes.get(head) == head_shape:
+            self.tied_leftover = find(files, head, readers)
         self._check_leftovers(is_tied=spec.tied_head)
         for name, shape in wanted.items():
             self._check_shape(name, shape)
@@ -92,14 +92,19 @@ class Inventory:
         if not left:
             return
         wanted = f"the tensors of the model ({len(left)} left over)"
-        if is_tied and left[0].startswith(_HEAD):
+        if is_tied and left[0].startswith(f"{self.names.roles['head']}."):
             wanted = "no head of its own, since tie_word_embeddings is true"
         self.refuse(left[0], "left over", wanted)
+
+    def _find(self, name: str, readers: Sequence[Reader]) -> Found | None:
+        found = find(self.files, name, readers)
+        return transposed(self.files, found) if found is not None and name in self._turned else found
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         found = self._found[name]
         if found.shape != shape:
-            self.refuse(name, list(found.shape), f"the shape {list(shape)}")
+            turn = -1 if name in self._turned else 1
+            self.refuse(name, list(found.shape[::turn]), f"the shape {list(shape[::turn])}")
         try:
             found.format.parts(shape)
         except ValueError as error:

@@ -240,12 +240,13 @@ class FileMaker:
             return None
         interleaved = rotated.interleaved or self.names.interleaved
         places = head_places(rotated.head_dim, rotated.rotary_dim, interleaved=interleaved)
-        if places is None:
+        if places is None and part.groups is None:
             return None
         order = torch.arange(part.rows, device=self.device)
-        heads = order[: rotated.rows].view(-1, rotated.head_dim)
-        heads.copy_(heads[:, torch.from_numpy(places).to(self.device)])
-        return order
+        if places is not None:
+            heads = order[: rotated.rows].view(-1, rotated.head_dim)
+            heads.copy_(heads[:, torch.from_numpy(places).to(self.device)])
+        return order if part.groups is None else order[_ungrouped(part.rows, part.groups, rotated.head_dim).to(order)]
 
     def _note_extremes(self, name: str, rows: Tensor) -> None:
         """Refuse a block that holds NaN or infinity: at once on a CPU, later and for all blocks together on a GPU."""
@@ -305,12 +306,27 @@ class BlankMaker(FileMaker):
 
 
 def _can_move(found: Found, part: Part) -> bool:
-    """Return whether rows may change places within heads in their format: what several rows share has whole heads."""
+    """Return whether rows may change places in their format: what several rows share has whole heads.
+
+    Heads that lie group by group change places, too, so that then no rows may share anything.
+    """
     if part.rotated is None or isinstance(found.format, Stacked):
         return False
     size = part.rotated.head_dim
     shared = (spec.outputs for spec in found.format.parts(found.shape).values())
+    if part.groups is not None:
+        return all(outputs is None or outputs == 1 for outputs in shared)
     return all(outputs is None or outputs == 1 or outputs % size == 0 for outputs in shared)
+
+
+def _ungrouped(rows: int, groups: int, head_dim: int) -> Tensor:
+    """Return the place of each row of a tensor that holds heads group by group, once all queries come first.
+
+    All keys follow, then all values; int64 [rows].
+    """
+    heads_KGD = torch.arange(rows).view(groups, -1, head_dim)
+    kinds = heads_KGD[:, :-2], heads_KGD[:, -2], heads_KGD[:, -1]
+    return torch.cat([kind.flatten() for kind in kinds]).argsort()
 
 
 def _place(target: Stored, parts: Mapping[str, Tensor], first: int, order: Tensor | None) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from headrace.engine.model.roles import Fused, Part, matrix, norm
+from headrace.engine.model.roles import Fused, Part, bias, matrix
 from headrace.engine.model.spec import DecoderSpec
 
-__all__ = ["LayerPlan", "all_parameters", "all_parts", "layer_plan", "top_plan"]
+__all__ = ["LayerPlan", "all_parameters", "all_parts", "final_norm_plan", "layer_plan", "top_plan"]
 
 
 class LayerPlan(NamedTuple):
@@ -27,19 +27,25 @@ def layer_plan(spec: DecoderSpec, layer: int) -> LayerPlan:
 
 
 def top_plan(spec: DecoderSpec) -> dict[str, Fused]:
-    """Return the parameters outside the layers, by their field in `DecoderWeights`."""
-    plan = {
-        "embedding_VE": matrix(spec.hidden_size, embedding=spec.vocab_size),
-        "final_norm_E": norm(final_norm=spec.hidden_size),
-    }
+    """Return the parameters outside the layers but those of the final norm, by their field in `DecoderWeights`."""
+    plan = {"embedding_VE": matrix(spec.hidden_size, embedding=spec.vocab_size)}
+    if spec.positions is not None:
+        plan["positions_PE"] = matrix(spec.hidden_size, positions=spec.positions.rows)
     if not spec.tied_head:
         plan["head"] = matrix(spec.hidden_size, head=spec.vocab_size)
+    if spec.head_bias and spec.has_head:
+        plan["head_bias_V"] = bias(head=spec.vocab_size)
     return plan
+
+
+def final_norm_plan(spec: DecoderSpec) -> dict[str, Fused]:
+    """Return the parameters of the norm behind the last layer, by their names in `Norms.weights`."""
+    return spec.layers[-1].norms.weights("final_norm", spec.hidden_size)
 
 
 def all_parameters(spec: DecoderSpec) -> Iterator[Fused]:
     """Yield every parameter of a decoder."""
-    plans: list[Mapping[str, Fused]] = [top_plan(spec)]
+    plans: list[Mapping[str, Fused]] = [top_plan(spec), final_norm_plan(spec)]
     for layer in range(spec.num_layers):
         plans += layer_plan(spec, layer)
     for plan in plans:

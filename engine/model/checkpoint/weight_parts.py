@@ -9,7 +9,7 @@ from typing import get_args
 from torch import Tensor
 
 from headrace.engine.model.checkpoint.inventory import Inventory
-from headrace.engine.model.checkpoint.plan import layer_plan, top_plan
+from headrace.engine.model.checkpoint.plan import final_norm_plan, layer_plan, top_plan
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.roles import Fused
 from headrace.engine.model.spec import DecoderSpec
@@ -52,7 +52,9 @@ def stored_parts(weights: DecoderWeights) -> tuple[WeightPart, ...]:
     total.add("embedding", weights.embedding.format.name, weights.embedding.nbytes)
     if weights.head is not weights.embedding:
         total.add("head", weights.head.format.name, weights.head.nbytes)
-    total.add_vectors([weights.final_norm_E])
+    if weights.positions_PE is not None:
+        total.add("embedding", name_of(weights.positions_PE), weights.positions_PE.nbytes)
+    total.add_vectors(weights.top_tensors)
     for number in range(len(weights.layers)):
         layer = weights.layers[number]
         total.add_vectors((*layer.mixer.vectors.values(), *layer.feed.vectors.values()))
@@ -76,6 +78,7 @@ def parts_in_files(inventory: Inventory, spec: DecoderSpec) -> tuple[WeightPart,
     top = top_plan(spec)
     add("embedding", {name: fused for name, fused in top.items() if name != "head"})
     add("head", {name: fused for name, fused in top.items() if name == "head"})
+    add("other", final_norm_plan(spec))
     for number in range(spec.num_layers):
         layer = layer_plan(spec, number)
         add("attention", layer.mixer)

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.parameters import BlankMaker, Empty, FileMaker, Layout, Progress, kept
-from headrace.engine.model.checkpoint.plan import layer_plan, top_plan
+from headrace.engine.model.checkpoint.plan import final_norm_plan, layer_plan, top_plan
 from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Reader
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.roles import Fused
@@ -79,11 +79,21 @@ class DecoderWeights:
     embedding: Stored
     """Embeddings of the tokens, [V, E]."""
     layers: Layers
-    final_norm_E: Tensor
+    final_norm: Mapping[str, Tensor]
+    """Weights of the norm behind the last layer, by their names in `Norms.weights`."""
     head: Stored
     """Output head [V, E]; the very object `embedding` where the spec ties them and the head is not quantised."""
     kv_scales: Mapping[int, KvScales] = field(default_factory=dict)
     """Scales of an 8-bit cache, for the layers for which the checkpoint has them."""
+    positions_PE: Tensor | None = None
+    """Embeddings of positions, where these are learned."""
+    head_bias_V: Tensor | None = None
+
+    @property
+    def top_tensors(self) -> tuple[Tensor, ...]:
+        """Norms and biases outside the layers."""
+        biases = () if self.head_bias_V is None else (self.head_bias_V,)
+        return (*self.final_norm.values(), *biases)
 
     @property
     def embedding_VE(self) -> Tensor:
@@ -126,8 +136,12 @@ def _assemble(
     )
     if layers is None:
         layers = tuple(_layer(spec, maker, layer) for layer in range(spec.num_layers))
-    final_norm_E = maker.dense(top["final_norm_E"])
-    return DecoderWeights(embedding, layers, final_norm_E, _head(spec, maker, top, embedding))
+    final_norm = {name: maker.dense(fused) for name, fused in final_norm_plan(spec).items()}
+    head = _head(spec, maker, top, embedding)
+    positions_PE, head_bias_V = (
+        maker.dense(top[name]) if name in top else None for name in ("positions_PE", "head_bias_V")
+    )
+    return DecoderWeights(embedding, layers, final_norm, head, positions_PE=positions_PE, head_bias_V=head_bias_V)
 
 
 def _head(spec: DecoderSpec, maker: _Maker, top: Mapping[str, Fused], embedding: Stored) -> Stored:

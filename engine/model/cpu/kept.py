@@ -24,7 +24,9 @@ def kept_parts(weights: DecoderWeights, ops: CpuOps) -> tuple[WeightPart, ...]:
         ops: The operations of the model's first mixer.
     """
     total = WeightSum()
-    total.add_vectors([weights.final_norm_E])
+    if weights.positions_PE is not None:
+        total.add("embedding", name_of(weights.positions_PE), weights.positions_PE.nbytes)
+    total.add_vectors(weights.top_tensors)
     for number in range(len(weights.layers)):
         layer = weights.layers[number]
         _add_layer(total, "attention", layer.mixer, ops)

@@ -31,6 +31,7 @@ _STEPS: Final[dict[str, tuple[Fusion, ...]]] = {
     "qkv": ("norm plain", "heads", "factors plain", "plain"),
     "o": ("residual", "plain"),
     "gate_up": ("norm gated", "factors gated", "gated", "plain"),
+    "up": ("plain",),
     "down": ("residual", "plain"),
     "head": ("logits",),
 }
@@ -127,11 +128,11 @@ def list_kernels(
 
 
 def _steps(spec: DecoderSpec, product: _Product) -> tuple[Fusion, ...]:
-    """Return what a launch of a product may compute, by where a model's norms are and what its feed's activation is.
+    """Return what a launch of a product may compute, by what a model's norms are and what its feed's activation is.
 
-    Where several weights are multiplied one after the other, that is the product alone.
+    Where several weights are multiplied one after the other, and next to layer norms, that is the product alone.
     """
-    if product.is_piece:
+    if product.is_piece or any(layer.norms.kind != "rms" or layer.norms.is_parallel for layer in spec.layers):
         return _STEPS[product.name][-1:]
     placements = {layer.norms.placement for layer in spec.layers}
     unused: set[Fusion] = set()

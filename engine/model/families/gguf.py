@@ -77,6 +77,7 @@ GGUF_NAMES = Names(
     },
     # GgufFile.spec() has put the tensor into the spec.
     harmless=re.compile(r"rope_freqs\.weight"),
+    is_peft=False,
 )
 """Names that llama.cpp gives to the roles in all architectures that have them."""
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, NoReturn
 
-from headrace.adapters.untrusted import Fields
+from headrace.adapters.untrusted import Fields, refuse
 from headrace.engine.model.families.hf_rope import PART, read_rope, rope_fields
 from headrace.engine.model.families.sizes import check_heads, head_size
 from headrace.engine.model.roles import Names
@@ -21,6 +21,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 # Fields of other families that change the arithmetic, with the values under which they change nothing.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "add_cross_attention": (None, False),
     "alibi": (None, False),
     "attention_chunk_size": (None,),
     "attention_multiplier": (None,),
@@ -35,6 +36,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "is_encoder_decoder": (None, False),
     "logit_scale": (None, 1),
     "logits_scaling": (None, 1),
+    "new_decoder_architecture": (None, False),
     "no_rope_layers": (None,),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
@@ -45,9 +47,11 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "residual_multiplier": (None, 1),
     "rope_interleaved": (None, False),
     "rotary_pct": (None, 1),
+    "scale_attn_by_inverse_layer_idx": (None, False),
     "text_config": (None,),
     "use_bidirectional_attention": (None, False),
     "use_mrope": (None, False),
+    "use_parallel_residual": (None, False),
     "use_qk_norm": (None, False),
     "vision_config": (None,),
 }
@@ -88,14 +92,32 @@ class HfConfig(Fields):
     architecture: str
     has_head: bool
     """Whether the architecture has an output head."""
+    spelling: Mapping[str, str] = field(default_factory=dict)
+    """Fields that this config names in another way than most, by their usual names."""
+
+    def spelled(self, spelling: Mapping[str, str], defaults: Mapping[str, object] | None = None) -> HfConfig:
+        """Return the config with values under their usual names too, and with `defaults`; messages keep its own names.
+
+        Args:
+            spelling: Names in this config, by the usual ones.
+            defaults: Values of fields that are absent or null, by their usual names.
+        """
+        renamed = {usual: self.data[own] for usual, own in spelling.items() if self.data.get(own) is not None}
+        given = {**self.data, **renamed}
+        missing = {name: value for name, value in (defaults or {}).items() if given.get(name) is None}
+        return replace(self, data={**given, **missing}, spelling=spelling)
+
+    def refuse(self, field: str, limit: object) -> NoReturn:
+        """Refuse the value of `field`, under the name that it has in this config."""
+        refuse(self.origin, self.spelling.get(field, field), self.data.get(field), limit)
 
     def check(self, heeded: Iterable[str] = ()) -> None:
         """Refuse fields that change the arithmetic of other families, but those in `heeded`, which the family reads."""
-        for field, neutral in _NEUTRAL.items():
-            value = self.data.get(field)
-            if field not in heeded and not any(value is allowed or value == allowed for allowed in neutral):
+        for name, neutral in _NEUTRAL.items():
+            value = self.data.get(name)
+            if name not in heeded and not any(value is allowed or value == allowed for allowed in neutral):
                 values = " or ".join(map(json.dumps, neutral))
-                self.refuse(field, f"{values}, since {self.architecture} is computed without it")
+                self.refuse(name, f"{values}, since {self.architecture} is computed without it")
         # What it says is read with the weights: checkpoint/quantised/reader.py.
         if not isinstance(self.data.get("quantization_config"), (Mapping, type(None))):
             self.refuse("quantization_config", "an object")
@@ -235,10 +257,10 @@ class HfConfig(Fields):
     @property
     def dtype(self) -> str | None:
         """Dtype of the checkpoint's weights, by either name of the field; None where the config gives none."""
-        field = "dtype" if self.data.get("dtype") is not None else "torch_dtype"
-        value = self.data.get(field)
+        name = "dtype" if self.data.get("dtype") is not None else "torch_dtype"
+        value = self.data.get(name)
         if value is not None and value not in _DTYPES:
-            self.refuse(field, ", ".join(_DTYPES))
+            self.refuse(name, ", ".join(_DTYPES))
         return str(value) if value is not None else None
 
 

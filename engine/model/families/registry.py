@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from headrace.adapters.untrusted import Fields, read_object, refuse
+from headrace.engine.model.families.cohere import COHERE
+from headrace.engine.model.families.cohere2 import COHERE2
 from headrace.engine.model.families.cwm import CWM
 from headrace.engine.model.families.ernie4_5 import ERNIE4_5
 from headrace.engine.model.families.exaone4 import EXAONE4
+from headrace.engine.model.families.falcon import FALCON
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gemma import GEMMA
 from headrace.engine.model.families.gemma2 import GEMMA2
@@ -21,6 +24,8 @@ from headrace.engine.model.families.gemma3_text import GEMMA3
 from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.glm import GLM
 from headrace.engine.model.families.glm4 import GLM4
+from headrace.engine.model.families.gpt2 import GPT2
+from headrace.engine.model.families.gpt_neox import GPT_NEOX
 from headrace.engine.model.families.granite import GRANITE
 from headrace.engine.model.families.helium import HELIUM
 from headrace.engine.model.families.hf import HfConfig
@@ -30,11 +35,15 @@ from headrace.engine.model.families.ministral import MINISTRAL
 from headrace.engine.model.families.mistral import MISTRAL
 from headrace.engine.model.families.olmo2 import OLMO2
 from headrace.engine.model.families.olmo3 import OLMO3
+from headrace.engine.model.families.opt import OPT
+from headrace.engine.model.families.phi import PHI
 from headrace.engine.model.families.phi3 import PHI3
 from headrace.engine.model.families.qwen2 import QWEN2
 from headrace.engine.model.families.qwen3 import QWEN3
 from headrace.engine.model.families.seed_oss import SEED_OSS
 from headrace.engine.model.families.smollm3 import SMOLLM3
+from headrace.engine.model.families.stablelm import STABLELM
+from headrace.engine.model.families.starcoder2 import STARCODER2
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "read_hf_config"]
@@ -42,6 +51,7 @@ __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "read_hf_con
 FAMILIES: Final = (
     LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4, SEED_OSS,
     GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
+    STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM,
 )  # fmt: skip
 
 QUANTISATION_FILE: Final = "hf_quant_config.json"

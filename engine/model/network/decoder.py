@@ -1,13 +1,14 @@
 """`Decoder`: the loop over a model's layers, whatever these are; pure arithmetic on one step's tokens, on any device.
 
 Owns the model's parameters in the form the device wants; never knows a request, a plan or a scheduler. A layer is a
-mixer, then a feed, each of which adds to the residual stream. Each sum waits for the norm that reads it, so that a
-device can do both, and the product after them, at once. Next to read: mixers/attention.py and feeds/dense.py.
+mixer, and a feed behind or beside it, each of which adds to the residual stream. Each sum waits for the norm that reads
+it, so that a device can do both, and the product after them, at once. Next to read: serial.py, mixers/attention.py and
+feeds/dense.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple
 
 import torch
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.checkpoint.weights import DecoderWeights
-from headrace.engine.model.network.layers import FEEDS, MIXERS, Feed, Feeds, Mixer, Mixers
+from headrace.engine.model.network.layers import FEEDS, MIXERS, Feeds, Mixers
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, ReadableHead, Step, Table
+from headrace.engine.model.network.parallel import ParallelLayer
+from headrace.engine.model.network.placement import Entry
+from headrace.engine.model.network.serial import SerialLayer
 from headrace.engine.model.shared.load_threads import Each
-from headrace.engine.model.spec import DecoderSpec, MixerSpec
+from headrace.engine.model.spec import DecoderSpec, MixerSpec, PositionTable
 from headrace.ops.formats import Dense, Stored
 from headrace.ops.stream import Stream
 
@@ -28,8 +32,7 @@ __all__ = ["Decoder"]
 class _Layer(NamedTuple, Generic[Packed, Step, Kv]):
     kind: int
     """Index of the mixer's spec among the model's different ones."""
-    mixer: Mixer[Packed, Step, Kv]
-    feed: Feed[Packed, Step, Kv]
+    run: SerialLayer[Packed, Step, Kv] | ParallelLayer[Packed, Step, Kv]
     next_norm_E: Tensor | None
     """Weight of the norm that the next layer begins with; None behind the last."""
 
@@ -64,18 +67,26 @@ class Decoder(Generic[Packed, Step, Kv]):
         self._ops = ops
         self._kinds = spec.mixer_kinds
 
-        def packed(number: int) -> tuple[Mixer[Packed, Step, Kv], Feed[Packed, Step, Kv]]:
+        def packed(number: int) -> SerialLayer[Packed, Step, Kv] | ParallelLayer[Packed, Step, Kv]:
             layer, of_layer = spec.layers[number], weights.layers[number]
-            here = ops[layer.mixer]
+            here, norms = ops[layer.mixer], layer.norms
             mixer = mixers[type(layer.mixer)](layer, of_layer.mixer, here, number)
-            return mixer, feeds[type(layer.feed)](layer, of_layer.feed, here, number)
+            feed = feeds[type(layer.feed)](layer, of_layer.feed, here, number)
+            if not norms.is_parallel:
+                return SerialLayer(mixer, feed)
+            own_entry = None if norms.placement == "shared" else Entry(of_layer.feed.vectors, here)
+            return ParallelLayer(mixer, feed, Entry(of_layer.mixer.vectors, here), own_entry)
 
         made = list(each(packed, range(spec.num_layers)))
-        next_norms_E = [*(mixer.entry_norm_E for mixer, _ in made[1:]), None]
+        next_norms_E = [*(layer.entry_norm_E for layer in made[1:]), None]
         kinds = [self._kinds.index(layer.mixer) for layer in spec.layers]
-        self._layers = [_Layer(*each) for each in zip(kinds, *zip(*made, strict=True), next_norms_E, strict=True)]
-        self._final_norm_E = weights.final_norm_E
-        self._head = ops[self._kinds[0]].pack_head(weights.head)
+        self._layers = [_Layer(*each) for each in zip(kinds, made, next_norms_E, strict=True)]
+        first = ops[self._kinds[0]]
+        self._final_norm = Entry(weights.final_norm, first)
+        self._positions: tuple[PositionTable, Tensor, Callable[[Step], Tensor]] | None = None
+        if spec.positions is not None and weights.positions_PE is not None:
+            self._positions = spec.positions, weights.positions_PE, first.positions
+        self._head, self._head_bias_V = first.pack_head(weights.head), weights.head_bias_V
         self._embedding_VE = _table(weights, self._head)
 
     def hidden(
@@ -100,16 +111,20 @@ class Decoder(Generic[Packed, Step, Kv]):
         """
         by_mixer = self._ops if adapted is None else adapted
         here = [(by_mixer[mixer], steps[mixer]) for mixer in self._kinds]
-        first = here[0][0]
+        first, first_step = here[0]
         x_NE = first.embed(self._embedding_VE[tokens_N], tokens_N)
-        stream = Stream(_times(self.spec.embedding_scale, x_NE))
-        for kind, mixer, feed, next_norm_E in self._layers:
+        x_NE = _times(self.spec.embedding_scale, x_NE)
+        if self._positions is not None:  # of virtual tokens, too; padding behind the step's tokens has none
+            table, rows_PE, positions_of = self._positions
+            places_N = positions_of(first_step) + table.offset
+            x_NE[: len(places_N)] += rows_PE[places_N]
+        stream = Stream(x_NE)
+        for kind, run, next_norm_E in self._layers:
             ops, step = here[kind]
-            stream = mixer(ops, stream, feed.entry_norm_E, step, kv)
-            stream = feed(ops, stream, next_norm_E)
+            stream = run(ops, stream, next_norm_E, step, kv)
         if last_S is not None:
             stream = stream.rows(last_S)
-        return first.normed(stream, self._final_norm_E)[0]
+        return self._final_norm(first, stream)[0]
 
     def logits(
         self, hidden_SE: Tensor, adapted: Mapping[MixerSpec, BlockOps[Packed, Step, Kv]] | None = None
@@ -117,6 +132,8 @@ class Decoder(Generic[Packed, Step, Kv]):
         """Apply the output head: return float32 [S, V] for the S positions whose next token is wanted."""
         by_mixer = self._ops if adapted is None else adapted
         logits_SV = by_mixer[self._kinds[0]].logits(_times(self.spec.logits_scale, hidden_SE), self._head)
+        if self._head_bias_V is not None:
+            logits_SV = logits_SV.add_(self._head_bias_V)
         cap = self.spec.logits_cap
         return logits_SV if cap is None else logits_SV.div_(cap).tanh_().mul_(cap)
 

@@ -14,9 +14,18 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.network.feeds.dense import GatedFeed
+from headrace.engine.model.network.feeds.plain import UngatedFeed
 from headrace.engine.model.network.mixers.attention import SoftmaxAttention
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
-from headrace.engine.model.spec import Attention, DenseFeed, FeedSpec, LayerSpec, MixerSpec, SoftcappedAttention
+from headrace.engine.model.spec import (
+    Attention,
+    DenseFeed,
+    FeedSpec,
+    LayerSpec,
+    MixerSpec,
+    PlainFeed,
+    SoftcappedAttention,
+)
 from headrace.ops.stream import Stream
 
 __all__ = ["FEEDS", "MIXERS", "Feed", "FeedMaker", "Feeds", "Mixer", "MixerMaker", "Mixers"]
@@ -48,6 +57,10 @@ class Mixer(Protocol[_Packed, _Step, _Kv]):
         """
         ...
 
+    def result(self, ops: BlockOps[_Packed, _Step, _Kv], x_NE: Tensor, step: _Step, kv: _Kv) -> Tensor:
+        """Return what the mixer makes of a normed input, [N, E], for layers whose mixer and feed stand side by side."""
+        ...
+
 
 class Feed(Protocol[_Packed, _AnyStep, _AnyKv]):
     """Protocol of a layer's feed, its weights packed for a device."""
@@ -57,6 +70,10 @@ class Feed(Protocol[_Packed, _AnyStep, _AnyKv]):
 
     def __call__(self, ops: BlockOps[_Packed, _AnyStep, _AnyKv], stream: Stream, next_norm_E: Tensor | None) -> Stream:
         """Return the stream with the feed's result added; arguments are those of `Mixer`."""
+        ...
+
+    def result(self, ops: BlockOps[_Packed, _AnyStep, _AnyKv], x_NE: Tensor) -> Tensor:
+        """Return what the feed makes of a normed input, [N, E], for layers whose mixer and feed stand side by side."""
         ...
 
 
@@ -94,4 +111,4 @@ Feeds: TypeAlias = Mapping[type[FeedSpec], FeedMaker]
 """What computes each kind of feed, by the type of its spec."""
 
 MIXERS: Mixers = MappingProxyType({Attention: SoftmaxAttention, SoftcappedAttention: SoftmaxAttention})
-FEEDS: Feeds = MappingProxyType({DenseFeed: GatedFeed})
+FEEDS: Feeds = MappingProxyType({DenseFeed: GatedFeed, PlainFeed: UngatedFeed})

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor
 
 from headrace.ops.formats import Stored
-from headrace.ops.stream import Activation, HeadNorms, Stream
+from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation, Stream
 
 __all__ = ["BlockOps", "DeviceOps", "Kv", "Packed", "ReadableHead", "Step", "Table"]
 
@@ -110,10 +110,29 @@ class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
         """Return activation(gate) * up, [N, F], where each token has F gates, then F ups."""
         ...
 
+    def activate_plain(self, x_NF: Tensor, activation: PlainActivation) -> Tensor:
+        """Return activation(x), [N, F]; the result may be `x_NF` itself, changed in place."""
+        ...
+
+    def layer_norm(self, x_NE: Tensor, norm: LayerNorm) -> Tensor:
+        """Return (x - mean(x)) / sqrt(var(x) + eps) * w + b in the dtype of products; leaves `x_NE` as it is."""
+        ...
+
+    def positions(self, step: _Step) -> Tensor:
+        """Return the position of each token of a step in its own sequence, int32 or int64."""
+        ...
+
     def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
         """Return queries, keys and values side by side with an RMS norm of all queries, and one of all keys.
 
         The result may be `qkv_NX` itself, changed in place. The norms' weights are [H * D] and [K * D].
+        """
+        ...
+
+    def layer_norm_heads(self, qkv_NX: Tensor, weight_X: Tensor) -> Tensor:
+        """Return queries, keys and values side by side with a layer norm of each query and key head.
+
+        The result may be `qkv_NX` itself, changed in place. The norms' weights are [(H + K) * D], and have no biases.
         """
         ...
 

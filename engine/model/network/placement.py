@@ -1,18 +1,35 @@
-"""Where a layer's norms are: before its mixer and feed, behind them, or both."""
+"""Where a layer's norms are: before its mixer and feed, behind them, or both; and of which kind they are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import Tensor
 
-from headrace.engine.model.network.operations import BlockOps, Kv, Packed, Step
-from headrace.ops.stream import Stream
+from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
+from headrace.ops.stream import LayerNorm, Stream
 
-__all__ = ["add_result", "enter"]
+__all__ = ["Entry", "add_result"]
 
 
-def enter(ops: BlockOps[Packed, Step, Kv], stream: Stream, norm_E: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (the input of a sublayer, the sum of the stream); the input is the sum itself without `norm_E`."""
-    return ops.summed(stream) if norm_E is None else ops.normed(stream, norm_E)
+class Entry:
+    """The norm that a sublayer, or the output head, begins with: an RMS norm, a layer norm or none."""
+
+    def __init__(self, vectors: Mapping[str, Tensor], device: DeviceOps[Packed, Step, Kv]) -> None:
+        """Take the weights by their names in `Norms.parameters`."""
+        self.norm_E: Tensor | None = vectors.get("norm_E")
+        """Weight of the RMS norm, which the product before may compute in part; None without."""
+        self._layer_norm: Callable[[Tensor], Tensor] | None = None
+        if (weight_E := vectors.get("layer_norm_E")) is not None:
+            norm = LayerNorm(weight_E, vectors.get("layer_norm_bias_E"))
+            self._layer_norm = lambda x_NE: device.layer_norm(x_NE, norm)
+
+    def __call__(self, ops: BlockOps[Packed, Step, Kv], stream: Stream) -> tuple[Tensor, Tensor]:
+        """Return (the norm of the stream's sum, the sum); without a norm the sum in the dtype of products."""
+        if self.norm_E is not None:
+            return ops.normed(stream, self.norm_E)
+        summed_NE, total_NE = ops.summed(stream)
+        return (summed_NE if self._layer_norm is None else self._layer_norm(total_NE)), total_NE
 
 
 def add_result(

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.parameters import FileMaker
-from headrace.engine.model.checkpoint.plan import layer_plan, top_plan
+from headrace.engine.model.checkpoint.plan import final_norm_plan, layer_plan, top_plan
 from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.network.layers import FEEDS, MIXERS
+from headrace.engine.model.network.placement import Entry
 from headrace.engine.model.quantising.calibration_ops import CalibrationOps
 from headrace.engine.model.quantising.read_back import HostMemory
 from headrace.engine.model.quantising.selected import Module, Selection
@@ -140,9 +141,11 @@ class Calibration:
         if module is None or kept(module) is not None:
             return
         hessian = Hessian(self._spec.hidden_size, self._maker.device)
-        norm_E = self._maker.dense(top["final_norm_E"])
+        ops = CalibrationOps(self._spec, self._spec.layers[-1], self._tokens, self._see, self._maker.device)
+        vectors = {name: self._maker.dense(fused) for name, fused in final_norm_plan(self._spec).items()}
+        norm = Entry(vectors, ops)
         for x_NE in self._hidden:
-            hessian.add(x_NE * (x_NE.square().mean(-1, keepdim=True) + self._spec.norm_eps).rsqrt() * norm_E)
+            hessian.add(norm(ops, Stream(x_NE))[0])
         values_VE = self._maker.dense(top["head"])
         self._maker.check_finite()
         keep(module, self._rounded(module, values_VE, hessian))

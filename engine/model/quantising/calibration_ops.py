@@ -16,9 +16,9 @@ from torch.nn import functional
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
-from headrace.ops.cpu.activation import activate
+from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.formats import Stored
-from headrace.ops.stream import Activation, HeadNorms, Stream
+from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation, Stream
 
 __all__ = ["CalibrationOps", "DenseProduct"]
 
@@ -108,11 +108,30 @@ class CalibrationOps:
         """Return activation(gate) * up."""
         return activate(gate_up_N2F, activation)
 
+    def activate_plain(self, x_NF: Tensor, activation: PlainActivation) -> Tensor:
+        """Return activation(x)."""
+        return activate_plain(x_NF, activation)
+
+    def layer_norm(self, x_NE: Tensor, norm: LayerNorm) -> Tensor:
+        """Return the layer norm of each token."""
+        return functional.layer_norm(x_NE, x_NE.shape[-1:], norm.weight_E, norm.bias_E, self._epsilon)
+
+    def positions(self, step: int) -> Tensor:
+        """Return the positions of the tokens of one sequence."""
+        return torch.arange(step)
+
     def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
         """Return queries, keys and values with an RMS norm of all queries, and one of all keys."""
         queries, keys = (count * self._mixer.head_dim for count in (self._mixer.heads, self._mixer.kv_heads))
         q_NX, k_NX, v_NX = qkv_NX.split((queries, keys, keys), 1)
         return torch.cat((self._rms(q_NX, norms.q_D), self._rms(k_NX, norms.k_D), v_NX), 1)
+
+    def layer_norm_heads(self, qkv_NX: Tensor, weight_X: Tensor) -> Tensor:
+        """Return queries, keys and values with a layer norm of each query and key head."""
+        heads, size = self._mixer.heads + self._mixer.kv_heads, self._mixer.head_dim
+        qkv_NAD = qkv_NX.view(len(qkv_NX), -1, size)
+        normed_NBD = functional.layer_norm(qkv_NAD[:, :heads], (size,), None, None, self._epsilon)
+        return torch.cat((normed_NBD * weight_X.view(heads, size), qkv_NAD[:, heads:]), 1).view(qkv_NX.shape)
 
     def rotate(self, qkv_NX: Tensor, step: int) -> Tensor:
         """Return queries, keys and values with queries and keys rotated."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from headrace.ops.cpu.activation import activate
+from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.library import Context, HeadsStruct, StepStruct
 from headrace.ops.cpu.native.linear import NativeDenseKernel, NativeKernel, NativeLinear, as_floats
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.ops.cpu.linear import CpuLinear
     from headrace.ops.formats import Stored
     from headrace.ops.paged import PagedBatch
-    from headrace.ops.stream import Activation, HeadNorms
+    from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
 
 __all__ = ["NativeOps"]
 
@@ -78,7 +78,6 @@ class NativeOps(CpuOps):
             early=early,
         )
         self._context = context
-        self._epsilon = eps
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
         self._tables = cos.float().contiguous(), sin.float().contiguous()
         pointers = (table.data_ptr() for table in self._tables)
@@ -133,6 +132,15 @@ class NativeOps(CpuOps):
         context = self._context
         context.kernels.headrace_silu_mul(context.handle, gate_up_N2F.data_ptr(), rows, width // 2, y_NF.data_ptr())
         return y_NF
+
+    def activate_plain(self, x_NF: Tensor, activation: PlainActivation) -> Tensor:
+        """Return `activation(x)`, float32."""
+        return activate_plain(as_floats(x_NF), activation)
+
+    def layer_norm(self, x_NE: Tensor, norm: LayerNorm) -> Tensor:
+        """Return `(x - mean(x)) / sqrt(var(x) + eps) * w + b`, float32, each row by itself."""
+        weight_E, bias_E = norm.weight_E.float(), None if norm.bias_E is None else norm.bias_E.float()
+        return torch.layer_norm(as_floats(x_NE), x_NE.shape[-1:], weight_E, bias_E, self._epsilon)
 
     def pack_head(self, weight_VE: Stored) -> CpuLinear:
         """Pack the output head's weight for `logits`."""

@@ -28,9 +28,11 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
 
 
-@pytest.mark.parametrize(
-    "family", [*REORDERED, "hunyuan", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma3"]
-)
+LAYER_NORMED = ["starcoder2", "gpt2", "opt", "falcon", "falcon 40b", "cohere2", "gpt neox", "phi", "stablelm"]
+OTHERS = ["hunyuan", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma3"]
+
+
+@pytest.mark.parametrize("family", [*REORDERED, *OTHERS, *LAYER_NORMED])
 def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
     async def run() -> list[Output]:
         async with open_engine(zoo.folder(family), "cuda", **SMALL) as engine:

@@ -48,7 +48,8 @@ def matrices(weights: DecoderWeights) -> dict[str, Stored]:
 
 def check_equal(found: DecoderWeights, wanted: DecoderWeights) -> None:
     """Assert that all parameters are equal in format and bits."""
-    assert torch.equal(found.embedding_VE, wanted.embedding_VE) and torch.equal(found.final_norm_E, wanted.final_norm_E)
+    assert torch.equal(found.embedding_VE, wanted.embedding_VE)
+    assert torch.equal(found.final_norm["norm_E"], wanted.final_norm["norm_E"])
     pairs = [(matrices(found)[name], each) for name, each in matrices(wanted).items()]
     for one, other in pairs:
         assert one.format == other.format

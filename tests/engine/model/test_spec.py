@@ -455,7 +455,7 @@ def test_a_config_without_architectures_goes_by_its_model_type() -> None:
 
 
 REFUSED = [
-    ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+    ({"architectures": ["BloomForCausalLM"]}, "architectures"),
     ({"architectures": ["LlamaForCausalLM", "LlamaForCausalLM"]}, "architectures"),
     ({"architectures": None, "model_type": "mamba"}, "model_type"),
     ({"model_type": "mistral"}, "model_type"),

@@ -102,7 +102,7 @@ def test_fused_parameters_equal_the_modules(family: str, tied: bool, shard_size:
     _, weights = load(tmp_path, progress=lambda now, total: done.append((now, total)))
     reference = model(family, tied)
     assert torch.equal(weights.embedding_VE, reference.model.embed_tokens.weight)
-    assert torch.equal(weights.final_norm_E, reference.model.norm.weight)
+    assert torch.equal(weights.final_norm["norm_E"], reference.model.norm.weight)
     assert (weights.head.parts["values"] is weights.embedding_VE) is tied
     assert torch.equal(weights.head.dense(torch.float32), reference.lm_head.weight)
     assert len(weights.layers) == 2
@@ -145,7 +145,7 @@ def test_random_weights_come_from_the_seed_alone() -> None:
     assert first.head.parts["values"] is first.embedding_VE
     assert first.embedding_VE.std().item() == pytest.approx(0.02, rel=0.1)
     vectors = first.layers[0].mixer.vectors
-    assert (first.final_norm_E == 1).all() and (vectors["q_norm_D"] == 1).all() and "qkv_bias" not in vectors
+    assert (first.final_norm["norm_E"] == 1).all() and (vectors["q_norm_D"] == 1).all() and "qkv_bias" not in vectors
 
 
 def save_changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:

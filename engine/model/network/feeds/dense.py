@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
-from headrace.engine.model.network.placement import add_result, enter
+from headrace.engine.model.network.placement import Entry, add_result
 from headrace.engine.model.spec import DenseFeed, LayerSpec
 from headrace.ops.stream import Stream
 
@@ -27,7 +27,8 @@ class GatedFeed(Generic[Packed, Step, Kv]):
     def __init__(self, spec: LayerSpec, weights: SublayerWeights, ops: DeviceOps[Packed, Step, Kv], layer: int) -> None:
         """Pack the weights of the layer with the number `layer`."""
         vectors, matrices = weights.vectors, weights.matrices
-        self.entry_norm_E: Tensor | None = vectors.get("norm_E")
+        self._entry = Entry(vectors, ops)
+        self.entry_norm_E: Tensor | None = self._entry.norm_E
         self._result_norm_E = vectors.get("result_norm_E")
         self._gate_up = ops.pack(matrices["gate_up"], vectors.get("gate_up_bias"))
         self._down = ops.pack(matrices["down"], vectors.get("down_bias"))
@@ -40,8 +41,15 @@ class GatedFeed(Generic[Packed, Step, Kv]):
         if self.entry_norm_E is not None and self._activation == "silu":
             x_NF, total_NE = ops.feed(stream, self.entry_norm_E, self._gate_up, self._layer)
         else:
-            x_NE, total_NE = enter(ops, stream, self.entry_norm_E)
-            gate_up_N2F = ops.linear(x_NE, self._gate_up, self._layer, "gate_up")
-            x_NF = self._device.activate(gate_up_N2F, self._activation)
+            x_NE, total_NE = self._entry(ops, stream)
+            x_NF = self._activated(ops, x_NE)
         norms = self._result_norm_E, next_norm_E
         return add_result(ops, x_NF, self._down, total_NE, norms, self._layer, "down")
+
+    def result(self, ops: BlockOps[Packed, Step, Kv], x_NE: Tensor) -> Tensor:
+        """Return down(act(gate(x)) * up(x))."""
+        return ops.linear(self._activated(ops, x_NE), self._down, self._layer, "down")
+
+    def _activated(self, ops: BlockOps[Packed, Step, Kv], x_NE: Tensor) -> Tensor:
+        gate_up_N2F = ops.linear(x_NE, self._gate_up, self._layer, "gate_up")
+        return self._device.activate(gate_up_N2F, self._activation)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
-from headrace.engine.model.network.placement import add_result, enter
+from headrace.engine.model.network.placement import Entry, add_result
 from headrace.engine.model.spec import Attention, LayerSpec
 from headrace.ops.stream import HeadNorms, Stream
 
@@ -30,13 +30,17 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
     def __init__(self, spec: LayerSpec, weights: SublayerWeights, ops: DeviceOps[Packed, Step, Kv], layer: int) -> None:
         """Pack the weights of the layer with the number `layer`."""
         vectors, matrices = weights.vectors, weights.matrices
-        self.entry_norm_E: Tensor | None = vectors.get("norm_E")
+        self._entry = Entry(vectors, ops)
+        self.entry_norm_E: Tensor | None = self._entry.norm_E
         self._result_norm_E = vectors.get("result_norm_E")
         self._qkv = ops.pack(matrices["qkv"], vectors.get("qkv_bias"))
         self._o = ops.pack(matrices["o"], vectors.get("o_bias"))
         self._head_norms = HeadNorms(vectors["q_norm_D"], vectors["k_norm_D"]) if "q_norm_D" in vectors else None
         self._wide_norms = HeadNorms(vectors["q_norm_X"], vectors["k_norm_X"]) if "q_norm_X" in vectors else None
-        self._rotates_early = isinstance(spec.mixer, Attention) and spec.mixer.early_rope is not None
+        self._heads_norm_X = vectors.get("heads_layer_norm_X")
+        assert isinstance(spec.mixer, Attention)
+        self._rotates_early = spec.mixer.early_rope is not None
+        self._has_steps_between = spec.mixer.has_steps_before_attention
         self._device, self._layer = ops, layer
 
     def __call__(
@@ -47,15 +51,25 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
         norms = self._result_norm_E, next_norm_E
         return add_result(ops, x_NX, self._o, total_NE, norms, self._layer, "o")
 
+    def result(self, ops: BlockOps[Packed, Step, Kv], x_NE: Tensor, step: Step, kv: Kv) -> Tensor:
+        """Return W_o softmax(s q k^T) v."""
+        return ops.linear(self._attend_to(ops, x_NE, step, kv), self._o, self._layer, "o")
+
     def _attend(self, ops: BlockOps[Packed, Step, Kv], stream: Stream, step: Step, kv: Kv) -> tuple[Tensor, Tensor]:
         """Return (softmax(s q k^T) v, the sum of the stream)."""
         norm_E, layer = self.entry_norm_E, self._layer
-        if norm_E is not None and self._wide_norms is None and not self._rotates_early:
+        if norm_E is not None and not self._has_steps_between:
             return ops.attend(stream, norm_E, self._qkv, self._head_norms, step, kv, layer)
-        x_NE, total_NE = enter(ops, stream, norm_E)
-        qkv_NX = ops.linear(x_NE, self._qkv, layer, "qkv")
+        x_NE, total_NE = self._entry(ops, stream)
+        return self._attend_to(ops, x_NE, step, kv), total_NE
+
+    def _attend_to(self, ops: BlockOps[Packed, Step, Kv], x_NE: Tensor, step: Step, kv: Kv) -> Tensor:
+        """Return softmax(s q k^T) v of queries, keys and values that are products of `x_NE`."""
+        qkv_NX = ops.linear(x_NE, self._qkv, self._layer, "qkv")
         if self._wide_norms is not None:
             qkv_NX = self._device.norm_across_heads(qkv_NX, self._wide_norms)
+        if self._heads_norm_X is not None:
+            qkv_NX = self._device.layer_norm_heads(qkv_NX, self._heads_norm_X)
         if self._rotates_early:
             qkv_NX = self._device.rotate(qkv_NX, step)
-        return ops.attend_with(qkv_NX, self._head_norms, step, kv, layer), total_NE
+        return ops.attend_with(qkv_NX, self._head_norms, step, kv, self._layer)

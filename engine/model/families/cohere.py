@@ -1,0 +1,60 @@
+"""Command R: mixer and feed side by side behind one layer norm without a bias, and a factor of the logits.
+
+Cohere For AI (2024), "C4AI Command R". Checkpoints hold the two elements of each rotated pair side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.hf import HfConfig
+from headrace.engine.model.families.layer_normed import layer_norms
+from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
+
+__all__ = ["COHERE", "check_cohere", "cohere_attention", "cohere_layer", "logit_scale"]
+
+_THETA = 5e5
+_ONLY = {
+    "position_embedding_type": "rope_gptj",
+    "use_embedding_sharing": True,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_parallel_embedding": False,
+}
+"""Fields that Cohere's own configs have, and what alone is computed."""
+
+
+def _from_config(config: HfConfig) -> DecoderSpec:
+    check_cohere(config)
+    attention = cohere_attention(config)
+    config.windows()  # has none, and refuses layer_types that say otherwise
+    layers = [cohere_layer(config, attention)] * config.num_layers
+    spec = config.decoder(layers, [config.rope(attention, _THETA)], is_tied=True)
+    return replace(spec, logits_scale=logit_scale(config))
+
+
+def check_cohere(config: HfConfig) -> None:
+    """Refuse a config of Cohere's that asks for a layer of another kind."""
+    for field, only in _ONLY.items():
+        if config.data.get(field, only) != only:
+            config.refuse(field, only)
+
+
+def cohere_attention(config: HfConfig) -> Attention:
+    """Return attention with the biases that the config asks for."""
+    biased = config.flag("attention_bias", False)
+    return replace(config.attention(), qkv_bias=biased, o_bias=biased, interleaved=True)
+
+
+def cohere_layer(config: HfConfig, attention: Attention) -> LayerSpec:
+    """Return a layer whose mixer and feed share a layer norm."""
+    return LayerSpec(attention, config.dense(), layer_norms(config, placement="shared", bias=False))
+
+
+def logit_scale(config: HfConfig) -> float:
+    """Return the factor of the logits."""
+    return config.real("logit_scale", 1e-4, 1e4, 0.0625)
+
+
+COHERE = Family("CohereForCausalLM", "cohere", _from_config, heeds=frozenset(("logit_scale",)))

@@ -1,0 +1,51 @@
+"""What configs of models with layer norms have in common: their norms, and feeds without a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, Literal
+
+from headrace.engine.model.families.hf import HfConfig
+from headrace.engine.model.spec import LIMITS, Norms, PlainFeed
+from headrace.ops.stream import PlainActivation
+
+__all__ = ["layer_norms", "plain_feed"]
+
+_ACTIVATIONS: Final[Mapping[object, PlainActivation]] = MappingProxyType(
+    {
+        "gelu": "gelu",
+        "gelu_fast": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "relu": "relu",
+    }
+)
+"""Activations by their names in transformers, some of which are names of one function."""
+
+
+def layer_norms(
+    config: HfConfig,
+    field: str = "layer_norm_eps",
+    *,
+    placement: Literal["pre", "parallel", "shared"] = "pre",
+    bias: bool = True,
+) -> Norms:
+    """Return layer norms with the epsilon in `field`, which is 1e-5 where the config gives none."""
+    return Norms(config.real(field, 0.0, 1.0, 1e-5), "layer", placement, bias)
+
+
+def plain_feed(config: HfConfig, activation: str, *, bias: bool = True) -> PlainFeed:
+    """Return a feed without a gate, four times as wide as the stream where the config gives no width.
+
+    Args:
+        config: The config; `hidden_act` names the activation.
+        activation: Name of the activation where the config gives none.
+        bias: Whether both products have biases.
+    """
+    name = config.data.get("hidden_act")
+    known = _ACTIVATIONS.get(activation if name is None else name) if isinstance(name, (str, type(None))) else None
+    if known is None:
+        config.refuse("hidden_act", ", ".join(map(str, _ACTIVATIONS)))
+    size = config.size("intermediate_size", LIMITS["ffn_size"], 4 * config.hidden_size)
+    return PlainFeed(size, bias, known)
