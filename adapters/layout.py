@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.adapters.names import AdapterNames
+
 __all__ = ["EMBED", "HEAD", "MODULES", "RANK_MULTIPLE", "SITES", "BlockLayout", "ModelShape", "module_row"]
 
 RANK_MULTIPLE = 8
@@ -57,6 +59,12 @@ class ModelShape:
     """Factor of the embeddings of virtual tokens, for a model that will multiply them by a factor they do not have."""
     head_places: tuple[int, ...] | None = None
     """The place on a device of each element of a query or key head in a file; None where all stay in order."""
+    gated: bool = True
+    """Whether feeds have gates; without them, the module `gate` has no outputs."""
+    names: AdapterNames = AdapterNames()
+    """Names of the modules in the files of adapters."""
+    grouped: bool = False
+    """Whether a joined module of queries, keys and values has the queries of a key, this key and its value together."""
 
     def size(self, module: str) -> tuple[int, int]:
         """Return (inputs, outputs) of a module of `MODULES`, of `embed` or of `head`."""
@@ -66,13 +74,17 @@ class ModelShape:
             "k": (hidden, kv),
             "v": (hidden, kv),
             "o": (heads, hidden),
-            "gate": (hidden, self.ffn_size),
+            "gate": (hidden, self.ffn_size if self.gated else 0),
             "up": (hidden, self.ffn_size),
             "down": (self.ffn_size, hidden),
             "embed": (self.vocab_size, hidden),
             "head": (hidden, self.vocab_size),
         }
         return sizes[module]
+
+    def modules(self, site: str) -> tuple[str, ...]:
+        """Return the modules of a site that the model has."""
+        return tuple(module for module in SITES[site] if self.size(module)[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

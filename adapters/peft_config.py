@@ -35,7 +35,6 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "alora_invocation_tokens": (_NO, "adapters that begin in mid-prompt are not supported"),
     "arrow_config": (_NO, "mixtures of adapters are not supported"),
     "bias": ((None, "none"), "trained biases are not supported"),
-    "fan_in_fan_out": (_NO, "the supported models store their weights the other way"),
     "init_lora_weights": (
         (None, True, False, "gaussian", "eva", "mica", "orthogonal"),
         "it is trained on changed base weights: convert it to a plain LoRA with PEFT first",

@@ -5,13 +5,12 @@ Names and shapes come from a stranger: each is checked against the model's. Next
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headrace.adapters.layout import EMBED, HEAD, MODULES, SITES, BlockLayout, ModelShape, module_row
+from headrace.adapters.layout import EMBED, HEAD, SITES, BlockLayout, ModelShape, module_row
 from headrace.adapters.peft_config import WEIGHTS_FILE, PeftConfig
 from headrace.adapters.safetensors_header import TensorEntry, refuse_file
 from headrace.adapters.stored import DTYPES, Part, Recipe, Span, cut
@@ -25,21 +24,6 @@ _JOINED = {site: modules for site, modules in SITES.items() if len(modules) > 1}
 """Modules that some models have as one, by its name."""
 _KINDS = {"F32": 0, "F16": 1, "BF16": 2}
 _ALIGNMENT = 16  # bytes, since a tensor may follow another of smaller numbers
-# The second `model` is missing where an adapter was trained on a model without its head, as for embeddings.
-_LAYER_KEY = re.compile(
-    r"base_model\.model\.(?:model\.)?layers\.(0|[1-9]\d{0,3})\.(?:self_attn|mlp)\.(qkv|q|k|v|o|gate_up|gate|up|down)_proj"
-    r"\.lora_([AB])\.weight"
-)
-_TOP_KEYS = {
-    "base_model.model.model.embed_tokens.lora_embedding_A": ("embed", "A"),
-    "base_model.model.model.embed_tokens.lora_embedding_B": ("embed", "B"),
-    "base_model.model.embed_tokens.lora_embedding_A": ("embed", "A"),
-    "base_model.model.embed_tokens.lora_embedding_B": ("embed", "B"),
-    "base_model.model.lm_head.lora_A.weight": ("head", "A"),
-    "base_model.model.lm_head.lora_B.weight": ("head", "B"),
-}
-# PEFT saves the frozen embeddings of the base model along with updates of them.
-_FROZEN_KEYS = re.compile(r"base_model\.model\.((model\.)?embed_tokens|lm_head)(\.base_layer)?\.weight")
 _Place = tuple[int, str]
 
 
@@ -101,6 +85,10 @@ class _Pair:
     scale: float
     skip: int = 0
     """Rows of B before those of the module, where the file has several modules in one."""
+    groups: int = 1
+    """Number of groups of rows of B, of each of which some rows are the module's."""
+    group_rows: int = 0
+    """Rows of B in a group, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +118,10 @@ def _matrices(pairs: dict[_Place, _Pair], layout: BlockLayout) -> Iterator[_Matr
             yield _Matrix(pair.a, a, 1, int(layout.ranks[row]))
         else:
             yield _Matrix(pair.a, a, inputs, 1)
-        yield _Matrix(pair.b, b, 1, outputs, pair.scale, pair.skip, outputs)
+        rows = outputs // pair.groups
+        for group in range(pair.groups):
+            skip = pair.skip + group * pair.group_rows
+            yield _Matrix(pair.b, b + group * rows, 1, outputs, pair.scale, skip, rows)
 
 
 def _placed(entries: dict[str, TensorEntry], wanted: Set[str]) -> tuple[tuple[Span, ...], dict[str, int], int]:
@@ -179,8 +170,10 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
                 refuse_file(WEIGHTS_FILE, "tensor", key, f"one of its module, which {known[half]} is")
             known[half] = key
         elif not _is_frozen_base(key, entry, shape):
-            modules = f"{', '.join(MODULES)} in layers 0 to {shape.num_layers - 1}"
-            refuse_file(WEIGHTS_FILE, "tensor", key, f"updates of {modules}, of embed_tokens and of lm_head")
+            names = shape.names
+            modules = f"{', '.join(name for name, _ in names.modules)} in layers 0 to {shape.num_layers - 1}"
+            tops = f"of {names.embedding.rpartition('.')[2]} and of {names.head}"
+            refuse_file(WEIGHTS_FILE, "tensor", key, f"updates of {modules}, {tops}")
     if not keys:
         refuse_file(WEIGHTS_FILE, "the number of updates", 0, "at least 1")
     pairs: dict[_Place, _Pair] = {}
@@ -190,30 +183,30 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
             refuse_file(WEIGHTS_FILE, "tensor", key, f"one with its {'B' if half == 'A' else 'A'} beside it")
         several = _JOINED.get(module, (module,))
         sizes = [shape.size(each) for each in several]
-        pair = _checked_pair(entries, both["A"], both["B"], config, (sizes[0][0], sum(size for _, size in sizes)))
+        total = sum(size for _, size in sizes)
+        pair = _checked_pair(entries, both["A"], both["B"], config, (sizes[0][0], total))
+        if shape.grouped and len(several) > 1:
+            pair = replace(pair, groups=shape.num_kv_heads, group_rows=total // shape.num_kv_heads)
         for each, (_, outputs) in zip(several, sizes, strict=True):
             if (layer, each) in pairs:
                 refuse_file(WEIGHTS_FILE, "tensor", both["B"], f"one of its module, which {pairs[layer, each].b} is")
             pairs[layer, each] = pair
-            pair = replace(pair, skip=pair.skip + outputs)
+            pair = replace(pair, skip=pair.skip + outputs // pair.groups)
     return dict(sorted(pairs.items()))
 
 
 def _place(key: str, shape: ModelShape) -> tuple[_Place, str] | None:
     """Return ((layer, module), "A" or "B") for a tensor's name; None if it names no update that the model has."""
-    if key in _TOP_KEYS:
-        module, half = _TOP_KEYS[key]
-        return (-1, module), half
-    match = _LAYER_KEY.fullmatch(key)
-    if match is None or int(match[1]) >= shape.num_layers:
+    found = shape.names.place(key)
+    if found is None or found[0] >= shape.num_layers:
         return None
-    if ("mlp" in key) != (match[2] in ("gate", "up", "down", "gate_up")):
-        return None
-    return (int(match[1]), match[2]), match[3]
+    layer, module, half = found
+    return (layer, module), half
 
 
 def _is_frozen_base(key: str, entry: TensorEntry, shape: ModelShape) -> bool:
-    return _FROZEN_KEYS.fullmatch(key) is not None and entry.shape == (shape.vocab_size, shape.hidden_size)
+    size = (shape.vocab_size,) if key.endswith(".bias") else (shape.vocab_size, shape.hidden_size)
+    return shape.names.is_frozen(key) and entry.shape == size
 
 
 def _checked_pair(entries: dict[str, TensorEntry], a: str, b: str, config: PeftConfig, size: tuple[int, int]) -> _Pair:

@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
+from layer_normed_models import LAYER_NORMED
 from model_driver import OPERATIONS, ModelUnderTest
 from torch import Tensor
 
@@ -202,6 +203,53 @@ def test_virtual_tokens_of_models_whose_embeddings_have_a_factor(architecture: s
     for parameter in base.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.12)
     check_alone(base, "prompt", KINDS["prompt"], tmp_path, least=0.02)
+
+
+NEOX = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2, joined": ("gpt2", {"r": 3, "lora_alpha": 5, "target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    "gpt2, all": ("gpt2", {"r": 8, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "gpt2, ends": ("gpt2", {"r": 4, "target_modules": ["wte", "mlp.c_proj"], "fan_in_fan_out": True}),
+    "starcoder2": ("starcoder2", {"r": 5, "target_modules": [*ALL[:4], "c_fc", "c_proj"], "rank_pattern": {"c_fc": 9}}),
+    "opt": ("opt", {"r": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]}),
+    "opt, ends": ("opt", {"r": 4, "target_modules": ["lm_head", "embed_tokens", "fc2"]}),
+    "falcon, one key for all queries": ("falcon", {"r": 8, "target_modules": NEOX}),
+    "falcon, new architecture": (
+        "falcon, new architecture",
+        {"r": 8, "target_modules": NEOX, "rank_pattern": {r"h\.1\.self_attention\.query_key_value": 11}},
+    ),
+    "gpt-neox": ("gpt-neox", {"r": 8, "target_modules": [*NEOX, "embed_in", "embed_out"]}),
+    "phi": ("phi", {"r": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2", "lm_head"]}),
+    "stablelm, parallel": ("stablelm, parallel", {"r": 8, "target_modules": ALL}),
+    "cohere": ("cohere", {"r": 8, "target_modules": ALL}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NAMED)
+def test_modules_with_names_of_their_own(kind: str, tmp_path: Path) -> None:
+    """Joined modules may hold heads group by group, and a feed may lack a gate."""
+    family, options = NAMED[kind]
+    check_alone(layer_normed(family), "lora", options, tmp_path, least=0.05)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+def test_virtual_tokens_have_learned_positions_too(kind: str, family: str, tmp_path: Path) -> None:
+    options = KINDS[kind] | ({"token_dim": 64, "num_attention_heads": 4} if kind == "prefix" else {})
+    check_alone(layer_normed(family), kind, options, tmp_path, least=0.02)
+
+
+def layer_normed(family: str) -> Any:
+    """A base whose every parameter matters."""
+    torch.manual_seed(3)
+    name = next(name for name in LAYER_NORMED if name == family or name.startswith(f"{family},"))
+    base = LAYER_NORMED[name]().eval()
+    for parameter_name, parameter in base.named_parameters():
+        is_norm = "norm" in parameter_name or "ln_" in parameter_name
+        torch.nn.init.normal_(parameter, 1.0 if is_norm else 0.0, 0.12)
+    return base
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -306,7 +306,8 @@ def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:
             module_row(layer, modules[0]), shape.size(modules[0])[0], tuple(shape.size(module)[1] for module in modules)
         )
         for layer in range(shape.num_layers)
-        for site, modules in SITES.items()
+        for site in SITES
+        if (modules := shape.modules(site))
     }
     rows = shape.num_layers * len(MODULES) + 2
     for name, row in (("embed", rows + EMBED), ("head", rows + HEAD)):

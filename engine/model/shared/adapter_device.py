@@ -8,12 +8,13 @@ import torch
 
 from headrace.adapters.bank import AdapterBank, AdapterDevice
 from headrace.adapters.files import TakePieces, read_adapter
-from headrace.adapters.layout import MODULES, BlockLayout, ModelShape
+from headrace.adapters.layout import MODULES, SITES, BlockLayout, ModelShape
 from headrace.adapters.loaded import LoadedAdapter, Stamp
+from headrace.adapters.names import AdapterNames
 from headrace.adapters.untrusted import refuse
 from headrace.engine.config import EngineConfig
 from headrace.engine.model.rope import head_places
-from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.spec import DecoderSpec, DenseFeed
 
 __all__ = ["adapter_device", "adapter_granules", "adapter_shape"]
 
@@ -41,17 +42,33 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
         vocab_size=spec.vocab_size,
         virtual_scale=1.0 if spec.scales_virtual_tokens else 1.0 / spec.embedding_scale,
         head_places=None if places is None else tuple(places.tolist()),
+        gated=isinstance(spec.uniform_feed, DenseFeed),
+        names=_names(spec),
+        grouped=spec.names.grouped,
     )
+
+
+def _names(spec: DecoderSpec) -> AdapterNames:
+    """Return the names of modules in adapters: those of the checkpoint's tensors, or of Llama's."""
+    llama, names = AdapterNames(), spec.names
+    known = {*MODULES, *SITES} - (set() if isinstance(spec.uniform_feed, DenseFeed) else {"gate", "gate_up"})
+    found = {(name, role) for role, name in names.roles.items() if role in known}
+    if not names.is_peft or found <= set(llama.modules):
+        return llama
+    top = names.roles["embedding"], names.roles["head"]
+    return AdapterNames(names.layer_prefix, tuple(sorted(found)), *top, names.prefix)
 
 
 def adapter_granules(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, granule_bytes: int) -> int:
     """Return the device's memory for adapters in granules; by default, one adapter of the largest allowed rank fits."""
     if config.adapter_memory is not None:
         return config.adapter_memory // granule_bytes
-    modules = [(layer, module) for layer in range(spec.num_layers) for module in MODULES]
+    shape = adapter_shape(spec)
+    of_layer = [module for site in SITES for module in shape.modules(site)]
+    modules = [(layer, module) for layer in range(spec.num_layers) for module in of_layer]
 
     def granules(rank: int, modules: list[tuple[int, str]]) -> int:
-        layout = BlockLayout.of(adapter_shape(spec), dict.fromkeys(modules, rank))
+        layout = BlockLayout.of(shape, dict.fromkeys(modules, rank))
         return -(-layout.elements * dtype.itemsize // granule_bytes)
 
     largest = granules(config.max_adapter_rank, [*modules, (-1, "embed"), (-1, "head")])

@@ -47,7 +47,9 @@ def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["phi3", "olmo3", "hunyuan", *REORDERED])
+@pytest.mark.parametrize(
+    "family", ["phi3", "olmo3", "hunyuan", *REORDERED, "gpt2", "falcon 40b", "gpt neox", "phi", "stablelm"]
+)
 def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> None:
     made = make(zoo.folder(family), tmp_path, family, {"r": 8, "target_modules": "all-linear"})
 
@@ -85,6 +87,8 @@ def test_keys_and_values_of_a_prefix_are_kept_as_they_are(zoo: Zoo, family: str,
     ("family", "fused"),
     [
         ("exaone4", {"product"}),
+        ("gpt2", {"product"}),
+        ("stablelm", {"product"}),
         ("olmo3", {"product"}),
         ("gemma3", {"product", "norm, product"}),
         ("hunyuan", {"product", *(_WORDS[each] for each in ("residual", "norm gated", "factors gated", "gated"))}),
