@@ -157,7 +157,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Exaone4",
         {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
-    "starcoder2": ("Starcoder2", {"norm_epsilon": 1e-5, "sliding_window": WINDOW}),
+    "starcoder2": ("Starcoder2", {"norm_epsilon": 1e-5}),
     "gpt2": (
         "GPT2",
         {

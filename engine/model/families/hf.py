@@ -109,7 +109,7 @@ class HfConfig(Fields):
 
     def refuse(self, field: str, limit: object) -> NoReturn:
         """Refuse the value of `field`, under the name that it has in this config."""
-        refuse(self.origin, self.spelling.get(field, field), self.data.get(field), limit)
+        refuse(self.origin, self._own(field), self.data.get(field), limit)
 
     def check(self, heeded: Iterable[str] = ()) -> None:
         """Refuse fields that change the arithmetic of other families, but those in `heeded`, which the family reads."""
@@ -148,9 +148,9 @@ class HfConfig(Fields):
         attention = Attention(
             heads=heads,
             kv_heads=self.size("num_key_value_heads", LIMITS["num_kv_heads"], kv_heads or heads),
-            head_dim=head_size(self, "head_dim", head_dim, self.hidden_size, heads),
+            head_dim=head_size(self, "head_dim", head_dim, self.hidden_size, heads, self._own("hidden_size")),
         )
-        return check_heads(attention, self.origin, "num_key_value_heads", "head_dim")
+        return check_heads(attention, self.origin, self._own("num_key_value_heads"), "head_dim")
 
     def dense(self) -> DenseFeed:
         """Return a gated feed without biases."""
@@ -241,6 +241,10 @@ class HfConfig(Fields):
             has_head=self.has_head,
             checkpoint_dtype=self.dtype,
         )
+
+    def _own(self, field: str) -> str:
+        """Return the name that this config has for a field."""
+        return self.spelling.get(field, field)
 
     def _stretched(self, rope: Rope) -> int:
         """Return the most tokens of a model with a rope; by custom the config leaves out what yarn adds to them."""

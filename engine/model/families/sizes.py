@@ -8,10 +8,12 @@ from headrace.engine.model.spec import LIMITS, Attention
 __all__ = ["check_heads", "head_size"]
 
 
-def head_size(fields: Fields, field: str, default: int | None, hidden: int, heads: int) -> int:
+def head_size(
+    fields: Fields, field: str, default: int | None, hidden: int, heads: int, hidden_field: str = "hidden_size"
+) -> int:
     """Return the size of a head: from `field`, by default, or the hidden size shared out evenly."""
     if fields.data.get(field) is None and default is None and hidden % heads:
-        refuse(fields.origin, "hidden_size", hidden, f"a multiple of the {heads} attention heads")
+        refuse(fields.origin, hidden_field, hidden, f"a multiple of the {heads} attention heads")
     return fields.size(field, LIMITS["head_dim"], default or hidden // heads)
 
 

@@ -62,6 +62,14 @@ EVERY = FAMILIES | {
     "HunYuanDenseV1ForCausalLM": transformers.HunYuanDenseV1Config,
     "HeliumForCausalLM": transformers.HeliumConfig,
     "GemmaForCausalLM": transformers.GemmaConfig,
+    "Starcoder2ForCausalLM": transformers.Starcoder2Config,
+    "GPT2LMHeadModel": transformers.GPT2Config,
+    "OPTForCausalLM": transformers.OPTConfig,
+    "FalconForCausalLM": transformers.FalconConfig,
+    "Cohere2ForCausalLM": transformers.Cohere2Config,
+    "GPTNeoXForCausalLM": transformers.GPTNeoXConfig,
+    "PhiForCausalLM": transformers.PhiConfig,
+    "StableLmForCausalLM": transformers.StableLmConfig,
 }
 TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
