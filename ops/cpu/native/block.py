@@ -134,8 +134,13 @@ class NativeOps(CpuOps):
         return y_NF
 
     def activate_plain(self, x_NF: Tensor, activation: PlainActivation) -> Tensor:
-        """Return `activation(x)`, float32."""
-        return activate_plain(as_floats(x_NF), activation)
+        """Return `activation(x)`, float32; torch's GELU by tanh depends on where a row lies, so that is not used."""
+        x_NF = as_floats(x_NF)
+        if activation != "gelu_tanh":
+            return activate_plain(x_NF, activation)
+        context = self._context
+        context.kernels.headrace_gelu_tanh(context.handle, x_NF.data_ptr(), *x_NF.shape, x_NF.data_ptr())
+        return x_NF
 
     def layer_norm(self, x_NE: Tensor, norm: LayerNorm) -> Tensor:
         """Return `(x - mean(x)) / sqrt(var(x) + eps) * w + b`, float32, each row by itself."""

@@ -43,6 +43,7 @@ typedef struct {
     void (*quantise)(const float *, const Activations *, int, int);
     void (*norm)(const float *, const float *, int, float, float *);
     void (*silu_mul)(const float *, const float *, int, float *);
+    void (*gelu_tanh)(const float *, int, float *);
     void (*tile_floats)(const float *, const Activations *, int, int, int);
     // With keys and values in bfloat16 and in float32:
     void (*place[2])(const Heads *, const Step *, int, int, const float *, const float *, void *, float *);
@@ -50,8 +51,8 @@ typedef struct {
                       Scratch *);
 } Kernels;
 
-#define KERNELS(dense, tile_floats)                                                           \
-    {NAME(block), NAME(dense), NAME(quantise), NAME(norm), NAME(silu_mul), NAME(tile_floats), \
+#define KERNELS(dense, tile_floats)                                                                            \
+    {NAME(block), NAME(dense), NAME(quantise), NAME(norm), NAME(silu_mul), NAME(gelu_tanh), NAME(tile_floats), \
      {NAME(place_halves), NAME(place_floats)}, {NAME(attend_halves), NAME(attend_floats)}}
 
 #if defined(__x86_64__)
@@ -434,6 +435,21 @@ static void do_silu(void *argument, int chunk, int worker) {
 EXPORT int headrace_silu_mul(Context *c, const float *x, int rows, int size, float *y) {
     FeedJob j = {c, x, y, rows, size, chunks_of(c, rows, 1)};
     pool_run(c->pool, do_silu, &j, j.chunks);
+    return 0;
+}
+
+static void do_gelu(void *argument, int chunk, int worker) {
+    FeedJob *j = argument;
+    (void)worker;
+    size_t size = (size_t)j->size;
+    for (size_t row = (size_t)edge(j->rows, j->chunks, chunk); row < (size_t)edge(j->rows, j->chunks, chunk + 1); row++)
+        j->c->kernels->gelu_tanh(j->x + row * size, j->size, j->y + row * size);
+}
+
+// y [rows][size] = gelu(x) by tanh; `y` may be `x`.
+EXPORT int headrace_gelu_tanh(Context *c, const float *x, int rows, int size, float *y) {
+    FeedJob j = {c, x, y, rows, size, chunks_of(c, rows, 1)};
+    pool_run(c->pool, do_gelu, &j, j.chunks);
     return 0;
 }
 

@@ -102,6 +102,21 @@ static TARGET void NAME(silu_mul)(const float *gate, const float *up, int size, 
     }
 }
 
+// y = gelu(x) by tanh, which is x / (1 + e^-2z) with z = sqrt(2 / pi) (x + 0.044715 x^3); `y` may be `x`.
+static TARGET void NAME(gelu_tanh)(const float *x, int size, float *y) {
+    vf one = NAME(vf_set1)(1), cubic = NAME(vf_set1)(0.044715f), factor = NAME(vf_set1)(-1.59576912f);
+    for (int i = 0; i < size; i += LANES) {
+        float some[LANES] = {0};
+        int valid = size - i < LANES ? size - i : LANES;
+        if (valid < LANES) memcpy(some, x + i, (size_t)valid * sizeof(float));
+        vf v = NAME(vf_load)(valid < LANES ? some : x + i);
+        vf z = NAME(vf_mul)(NAME(vf_mul)(factor, v), NAME(vf_fma)(NAME(vf_mul)(cubic, v), v, one));
+        vf result = NAME(vf_div)(v, NAME(vf_add)(one, NAME(vf_exp)(z)));
+        NAME(vf_store)(valid < LANES ? some : y + i, result);
+        if (valid < LANES) memcpy(y + i, some, (size_t)valid * sizeof(float));
+    }
+}
+
 // Rotate one head in place: its first half x with its second half y.
 static TARGET void NAME(rotate)(float *restrict x, float *restrict y, const float *restrict cos,
                                 const float *restrict sin, int half) {
