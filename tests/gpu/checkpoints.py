@@ -167,10 +167,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_head": 4,
             "n_positions": CONTEXT,
             "tie_word_embeddings": True,
-            "num_key_value_heads": 4,
         },
     ),
-    "opt": ("OPT", {"ffn_dim": 384, "num_key_value_heads": 4}),
+    "opt": ("OPT", {"ffn_dim": 384}),
     "falcon": ("Falcon", {"ffn_hidden_size": 384, "tie_word_embeddings": True}),
     "falcon 40b": (
         "Falcon",
@@ -187,7 +186,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt neox": (
         "GPTNeoX",
-        {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
     ),
     "phi": (
         "Phi",
@@ -212,7 +211,9 @@ def kv_bytes(folder: Path, pages: int) -> int:
     config = transformers.AutoConfig.from_pretrained(folder)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if config.model_type == "falcon":
+    if config.model_type in ("gpt2", "opt", "gpt_neox"):
+        heads = config.num_attention_heads
+    elif config.model_type == "falcon":
         heads = config.num_kv_heads if config.new_decoder_architecture else 1
     return pages * PAGE * config.num_hidden_layers * 2 * heads * head_dim * 2
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig
-from headrace.engine.model.families.layer_normed import layer_norms, plain_feed
+from headrace.engine.model.families.layer_normed import layer_norms, multi_head, plain_feed
 from headrace.engine.model.roles import Names
 from headrace.engine.model.rope import UNROTATED
 from headrace.engine.model.spec import DecoderSpec, LayerSpec, PositionTable
@@ -49,7 +49,7 @@ _NAMES = Names(
 
 def _from_config(config: HfConfig) -> DecoderSpec:
     config = config.spelled(_SPELLING)
-    attention = replace(config.attention(), qkv_bias=True, o_bias=True)
+    attention = replace(multi_head(config), qkv_bias=True, o_bias=True)
     if not config.flag("scale_attn_weights", True):
         attention = replace(attention, scale=1.0)
     layer = LayerSpec(attention, plain_feed(config, "gelu_new"), layer_norms(config, "layer_norm_epsilon"))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig
-from headrace.engine.model.families.layer_normed import layer_norms, plain_feed
+from headrace.engine.model.families.layer_normed import layer_norms, multi_head, plain_feed
 from headrace.engine.model.roles import Names
 from headrace.engine.model.spec import DecoderSpec, LayerSpec
 
@@ -41,7 +41,7 @@ _NAMES = Names(
 def _from_config(config: HfConfig) -> DecoderSpec:
     config = config.spelled(_SPELLING)
     biased = config.flag("attention_bias", True)
-    attention = config.partly_rotated(replace(config.attention(), qkv_bias=biased, o_bias=biased), 0.25)
+    attention = config.partly_rotated(replace(multi_head(config), qkv_bias=biased, o_bias=biased), 0.25)
     norms = layer_norms(config, placement="parallel" if config.flag("use_parallel_residual", True) else "pre")
     layer = LayerSpec(attention, plain_feed(config, "gelu"), norms)
     return config.decoder([layer] * config.num_layers, [config.rope(attention)], _NAMES)

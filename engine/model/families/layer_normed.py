@@ -1,16 +1,17 @@
-"""What configs of models with layer norms have in common: their norms, and feeds without a gate."""
+"""What configs of models with layer norms have in common: their norms, heads, and feeds without a gate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, Literal
 
 from headrace.engine.model.families.hf import HfConfig
-from headrace.engine.model.spec import LIMITS, Norms, PlainFeed
+from headrace.engine.model.spec import LIMITS, Attention, Norms, PlainFeed
 from headrace.ops.stream import PlainActivation
 
-__all__ = ["layer_norms", "plain_feed"]
+__all__ = ["layer_norms", "multi_head", "plain_feed"]
 
 _ACTIVATIONS: Final[Mapping[object, PlainActivation]] = MappingProxyType(
     {
@@ -33,6 +34,11 @@ def layer_norms(
 ) -> Norms:
     """Return layer norms with the epsilon in `field`, which is 1e-5 where the config gives none."""
     return Norms(config.real(field, 0.0, 1.0, 1e-5), "layer", placement, bias)
+
+
+def multi_head(config: HfConfig) -> Attention:
+    """Return attention with a key head for each query head, as in families without a field for anything else."""
+    return replace(config, data={**config.data, "num_key_value_heads": None}).attention()
 
 
 def plain_feed(config: HfConfig, activation: str, *, bias: bool = True) -> PlainFeed:

@@ -11,7 +11,7 @@ from typing import Final
 
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
-from headrace.engine.model.families.layer_normed import plain_feed
+from headrace.engine.model.families.layer_normed import multi_head, plain_feed
 from headrace.engine.model.rope import UNROTATED
 from headrace.engine.model.spec import DecoderSpec, LayerSpec, Norms, PositionTable
 
@@ -48,7 +48,7 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     if config.data.get("word_embed_proj_dim") not in (None, config.hidden_size):
         config.refuse("word_embed_proj_dim", f"the hidden size, {config.hidden_size}")
     biased = config.flag("enable_bias", True)
-    attention = replace(config.attention(), qkv_bias=biased, o_bias=biased)
+    attention = replace(multi_head(config), qkv_bias=biased, o_bias=biased)
     layer = LayerSpec(attention, plain_feed(config, "relu", bias=biased), Norms(_EPSILON, "layer", bias=True))
     spec = config.decoder([layer] * config.num_layers, [UNROTATED], _NAMES, is_tied=True)
     return replace(spec, positions=PositionTable(config.max_context + _OFFSET, _OFFSET))

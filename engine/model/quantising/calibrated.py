@@ -55,10 +55,18 @@ class Calibration:
         self._tokens = ids_ST.shape[1]
         (table,) = top_plan(spec)["embedding_VE"].parts
         self._hidden = [
-            embedded.flatten(0, 1).to(maker.device) * spec.embedding_scale
+            self._placed(embedded.to(maker.device) * spec.embedding_scale).flatten(0, 1)
             for embedded in _embedded(maker, table, ids_ST).split(max(_BATCH_TOKENS // self._tokens, 1))
         ]
         self._hessians: dict[Stored, Hessian] = {}
+
+    def _placed(self, embedded_STE: Tensor) -> Tensor:
+        """Return embeddings with those of their positions added, where positions are learned."""
+        table = self._spec.positions
+        if table is None:
+            return embedded_STE
+        rows_PE = self._maker.dense(top_plan(self._spec)["positions_PE"])
+        return embedded_STE + rows_PE[table.offset : table.offset + self._tokens]
 
     @torch.inference_mode()
     def run(self, keep: Keep, kept: Kept) -> None:

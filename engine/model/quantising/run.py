@@ -245,6 +245,13 @@ def _selected(
         return selection
     if not spec.has_softmax_alone:
         _refuse("data", spec.architecture, "a model whose attention is plain softmax", "is not possible for this model")
+    if any(layer.norms.is_parallel for layer in spec.layers):
+        _refuse(
+            "data",
+            spec.architecture,
+            "a model whose feeds read what its mixers have added",
+            "is not possible for this model, whose mixers and feeds stand side by side",
+        )
     most = max(module.shape[1] for module in selection.modules)
     if ids_ST.numel() < most:
         told = f"is too short: {ids_ST.numel()} tokens for products of up to {most} inputs"
