@@ -19,7 +19,9 @@ from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.head import CpuHead
 from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
+from headrace.ops.cpu.norms import layer_norm, layer_norm_heads, rms_norm
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel, pack_product
+from headrace.ops.cpu.rotation import rotate
 from headrace.ops.cpu.step import CpuStep, DecodePiece, PrefillPiece, TorchStep
 from headrace.ops.formats import Stored
 from headrace.ops.sizes import padded_size
@@ -51,7 +53,6 @@ _QUERY_BLOCK = 128
 _FEW_QUERIES = 16
 _FEW_KEYS = 64
 _STEPS = 2
-_NEVER = float("-inf")
 
 
 class CpuOps:
@@ -139,10 +140,7 @@ class CpuOps:
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor) -> Tensor:
         """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in float32, rounded once."""
-        x_NE = x_NE.float()
-        norm_N1 = torch.linalg.vector_norm(x_NE, 2, -1, True)
-        inverse_N1 = torch.addcmul(self._eps, norm_N1, norm_N1, value=1.0 / x_NE.shape[-1]).rsqrt_()
-        return (x_NE * inverse_N1).mul_(weight_E).to(self.dtype)
+        return rms_norm(x_NE, weight_E, self._eps).to(self.dtype)
 
     def activate(self, gate_up_N2F: Tensor, activation: Activation) -> Tensor:
         """Return `activation(gate) * up`, where the input holds gate, then up."""
@@ -153,9 +151,8 @@ class CpuOps:
         return activate_plain(x_NF, activation)
 
     def layer_norm(self, x_NE: Tensor, norm: LayerNorm) -> Tensor:
-        """Return `(x - mean(x)) / sqrt(var(x) + eps) * w + b`, computed in float32 row by row, rounded once."""
-        weight_E, bias_E = norm.weight_E.float(), None if norm.bias_E is None else norm.bias_E.float()
-        return torch.layer_norm(x_NE.float(), x_NE.shape[-1:], weight_E, bias_E, self._epsilon).to(self.dtype)
+        """Return the layer norm of each token, computed in float32, rounded once."""
+        return layer_norm(x_NE, norm, self._epsilon).to(self.dtype)
 
     def positions(self, step: CpuStep) -> Tensor:
         """Return the positions of a step's tokens, int64."""
@@ -170,21 +167,13 @@ class CpuOps:
 
     def layer_norm_heads(self, qkv_NX: Tensor, weight_X: Tensor) -> Tensor:
         """Return queries, keys and values with a layer norm of each query and key head."""
-        heads = self.heads + self.kv_heads
-        qkv_NAD = qkv_NX.view(len(qkv_NX), -1, self.head_dim)
-        normed_NBD = torch.layer_norm(qkv_NAD[:, :heads].float(), (self.head_dim,), None, None, self._epsilon)
-        normed_NBD.mul_(weight_X.view(heads, self.head_dim))
-        return torch.cat((normed_NBD.to(qkv_NX.dtype), qkv_NAD[:, heads:]), 1).view(qkv_NX.shape)
+        return layer_norm_heads(qkv_NX, weight_X, self.head_dim, self._epsilon)
 
     def rotate(self, qkv_NX: Tensor, step: CpuStep) -> Tensor:
         """Rotate queries and keys in place by the tables `early`; return queries, keys and values side by side."""
         assert self._early is not None
-        cos_N1C, sin_N1C = (table_PC.index_select(0, step.positions_N).unsqueeze(1) for table_PC in self._early)
         qkv_NAD = qkv_NX[: step.tokens].view(step.tokens, -1, self.head_dim)
-        qk_NBD = qkv_NAD[:, : self.heads + self.kv_heads]
-        first_NBC, second_NBC = qk_NBD.float().chunk(2, -1)
-        turned = first_NBC * cos_N1C - second_NBC * sin_N1C, second_NBC * cos_N1C + first_NBC * sin_N1C
-        qk_NBD.copy_(torch.cat(turned, -1))
+        rotate(qkv_NAD[:, : self.heads + self.kv_heads], self._early, step.positions_N)
         return qkv_NX
 
     def rope_and_write(
@@ -351,7 +340,7 @@ class CpuOps:
         return 0 if self.window is None else max(0, length - self.window)
 
     def _bias(self, hidden: Tensor) -> Tensor:
-        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, _NEVER)
+        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -math.inf)
 
     def _blocks(self, row: PrefillRow) -> list[PrefillPiece]:
         firsts = range(row.length - row.count, row.length, _QUERY_BLOCK)

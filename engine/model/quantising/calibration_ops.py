@@ -17,6 +17,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
 from headrace.ops.cpu.activation import activate, activate_plain
+from headrace.ops.cpu.norms import layer_norm, layer_norm_heads
 from headrace.ops.formats import Stored
 from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation, Stream
 
@@ -114,7 +115,7 @@ class CalibrationOps:
 
     def layer_norm(self, x_NE: Tensor, norm: LayerNorm) -> Tensor:
         """Return the layer norm of each token."""
-        return functional.layer_norm(x_NE, x_NE.shape[-1:], norm.weight_E, norm.bias_E, self._epsilon)
+        return layer_norm(x_NE, norm, self._epsilon)
 
     def positions(self, step: int) -> Tensor:
         """Return the positions of the tokens of one sequence."""
@@ -128,10 +129,7 @@ class CalibrationOps:
 
     def layer_norm_heads(self, qkv_NX: Tensor, weight_X: Tensor) -> Tensor:
         """Return queries, keys and values with a layer norm of each query and key head."""
-        heads, size = self._mixer.heads + self._mixer.kv_heads, self._mixer.head_dim
-        qkv_NAD = qkv_NX.view(len(qkv_NX), -1, size)
-        normed_NBD = functional.layer_norm(qkv_NAD[:, :heads], (size,), None, None, self._epsilon)
-        return torch.cat((normed_NBD * weight_X.view(heads, size), qkv_NAD[:, heads:]), 1).view(qkv_NX.shape)
+        return layer_norm_heads(qkv_NX, weight_X, self._mixer.head_dim, self._epsilon)
 
     def rotate(self, qkv_NX: Tensor, step: int) -> Tensor:
         """Return queries, keys and values with queries and keys rotated."""

@@ -15,6 +15,7 @@ from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.library import Context, HeadsStruct, StepStruct
 from headrace.ops.cpu.native.linear import NativeDenseKernel, NativeKernel, NativeLinear, as_floats
+from headrace.ops.cpu.norms import layer_norm
 from headrace.ops.cpu.step import CpuStep, NativeStep
 from headrace.ops.stream import Stream
 
@@ -143,9 +144,8 @@ class NativeOps(CpuOps):
         return x_NF
 
     def layer_norm(self, x_NE: Tensor, norm: LayerNorm) -> Tensor:
-        """Return `(x - mean(x)) / sqrt(var(x) + eps) * w + b`, float32, each row by itself."""
-        weight_E, bias_E = norm.weight_E.float(), None if norm.bias_E is None else norm.bias_E.float()
-        return torch.layer_norm(as_floats(x_NE), x_NE.shape[-1:], weight_E, bias_E, self._epsilon)
+        """Return the layer norm of each token, float32."""
+        return layer_norm(as_floats(x_NE), norm, self._epsilon)
 
     def pack_head(self, weight_VE: Stored) -> CpuLinear:
         """Pack the output head's weight for `logits`."""
