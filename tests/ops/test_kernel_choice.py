@@ -105,6 +105,17 @@ def test_decodes_attend_by_the_kernels_that_the_constants_chose(
             assert choice.at(rows, context).name == by_hand(rows, context), (rows, context)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_many_query_heads_of_one_key_head_are_left_to_fa2(arch: str) -> None:
+    """Falcon 7B has 71; the other kernels have a tile of 16 rows for them."""
+    gpu = Arch.named(arch)
+    choice = resolve_decode(DECODES, HeadShape(heads=71, kv_heads=1, head_dim=64), gpu)
+    assert {choice.at(rows, context).name for rows in (1, 4, 64) for context in (1, 2048, 16384)} == {"fa2"}
+    assert "71 query heads" in choice.refused["fused"] and set(choice.refused) == {"fused", "even", "xqa"}
+    within = resolve_decode(DECODES, HeadShape(heads=128, kv_heads=8, head_dim=64), gpu)
+    assert "fused" not in within.refused
+
+
 def test_prefills_attend_by_tiles_where_they_can() -> None:
     usual = HeadShape(heads=16, kv_heads=8, head_dim=128)
     cases = [

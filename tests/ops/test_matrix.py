@@ -184,6 +184,19 @@ def layer(chip: Chip, ops: Any, step: Any, x: torch.Tensor) -> None:
     ops.logits(hidden, chip.head)
 
 
+def layer_normed(chip: Chip, rows: int) -> None:
+    """What layers with layer norms and feeds without a gate have in place of fused kernels."""
+    from headrace.ops.stream import LayerNorm
+
+    x, shape = empty(rows, chip.model.hidden), chip.ops.shape
+    for bias in (None, chip.norm):
+        chip.ops.layer_norm(x, LayerNorm(chip.norm, bias))
+    for activation in ("gelu", "gelu_tanh", "relu"):
+        chip.ops.activate_plain(x, activation)
+    heads = shape.heads + shape.kv_heads
+    chip.ops.layer_norm_heads(empty(rows, (heads + shape.kv_heads) * shape.head_dim), empty(heads * shape.head_dim))
+
+
 class NoAttention:
     def run(self, *given: Any) -> None:
         pass
@@ -316,6 +329,7 @@ def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip,
         for tokens in (65, 2048) if everything else (2048,):
             yield f"{name}, prefill of {tokens}", prefill, chip, tokens
         yield f"{name}, choice", choose, chip, 64
+        yield f"{name}, layer norms", layer_normed, chip, 4
         if chip.arch.has("fp8"):
             yield f"{name}, 8 bits", decode, Chip(arch, model, fp8=True), 4
             yield f"{name}, 8 bits, prefill", prefill, Chip(arch, model, fp8=True), 128

@@ -32,6 +32,7 @@ _ACTIVATIONS: Final = frozenset[Thing](("activations",))
 _PLACES: Final = frozenset[Thing](("pages", "lengths", "old keys"))
 DEAL: Final = Launch("the division of pages", overlaps=False, writes=frozenset(("division",)))
 _FUSED_HEADS = (64, 128, 256)
+_GROUP = 16  # rows of a tile of queries; for 71, as Falcon 7B has, the fused kernel takes 45 s to compile
 _EVEN_TILE = 16  # tokens
 _EVEN_PAGE_BYTES = 64 << 10  # keys and values of one layer: a ring has room for three halves of this
 _TILE_HEAD = 128
@@ -52,6 +53,12 @@ class _Decode:
         return ()
 
 
+def _group_refusal(shape: HeadShape) -> str | None:
+    """Return that a key head has more query heads than a kernel's tile has rows, if so."""
+    group = shape.heads // shape.kv_heads
+    return None if group <= _GROUP else f"a key head has {group} query heads, the kernel takes up to {_GROUP}"
+
+
 class FusedDecodes(_Decode):
     """Norm, rotary, KV write and attention of few rows in one kernel (decode.py)."""
 
@@ -60,7 +67,7 @@ class FusedDecodes(_Decode):
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
         """Return which heads the kernel takes, if not these."""
         if shape.head_dim in _FUSED_HEADS:
-            return None
+            return _group_refusal(shape)
         return f"heads are of {shape.head_dim}, the kernel takes {_FUSED_HEADS}"
 
     @staticmethod
@@ -129,8 +136,8 @@ class XqaDecodes(_Decode):
     name = "xqa"
 
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
-        """Return what the GPU lacks."""
-        return arch.lacks("xqa")
+        """Return which heads the kernel takes, if not these, or what the GPU lacks."""
+        return _group_refusal(shape) or arch.lacks("xqa")
 
     def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
         """Allocate for the rows of `inputs`."""
