@@ -80,3 +80,25 @@ def test_so_have_models_quantised_while_they_are_loaded_and_dense_ones(options: 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     prompts = [[id % 500 for id in prompt] for prompt in PROMPTS]
     check_company(tmp_path, prompts, load_format="random", device="cpu", **options)
+
+
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "n_embd": 256, "n_inner": 500, "n_layer": 3, "n_head": 4, "vocab_size": 512,
+    "n_positions": 512, "activation_function": "gelu_new", "torch_dtype": "bfloat16",
+}  # fmt: skip
+NEOX = {
+    "architectures": ["GPTNeoXForCausalLM"], "hidden_size": 250, "intermediate_size": 500, "num_hidden_layers": 3,
+    "num_attention_heads": 5, "vocab_size": 512, "max_position_embeddings": 512, "hidden_act": "gelu",
+    "rotary_pct": 0.4, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [GPT2, NEOX], ids=["gpt2", "gpt-neox"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_so_have_models_with_layer_norms_and_feeds_without_a_gate(
+    dtype: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Their norms, and GELU by the error function, are torch's; a feed's width is no multiple of a vector's."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = [[id % 500 for id in prompt] for prompt in PROMPTS]
+    check_company(tmp_path, prompts, load_format="random", device="cpu", dtype=dtype)

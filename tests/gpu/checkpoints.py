@@ -22,7 +22,18 @@ from torch import Tensor
 
 from headrace.engine.tokens.gguf import BYTE_OF_CHAR
 
-__all__ = ["CONTEXT", "EXACT", "FAMILIES", "MAKERS", "POISON", "SCALED", "VOCABULARY", "exact_logits", "kv_bytes"]
+__all__ = [
+    "CONTEXT",
+    "EXACT",
+    "FAMILIES",
+    "MAKERS",
+    "POISON",
+    "SCALED",
+    "VOCABULARY",
+    "exact_logits",
+    "kv_bytes",
+    "kv_heads",
+]
 
 VOCABULARY = 512
 CONTEXT = 512
@@ -210,12 +221,15 @@ def kv_bytes(folder: Path, pages: int) -> int:
     """Bytes of so many pages of 16 tokens in bfloat16."""
     config = transformers.AutoConfig.from_pretrained(folder)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if config.model_type in ("gpt2", "opt", "gpt_neox"):
-        heads = config.num_attention_heads
-    elif config.model_type == "falcon":
-        heads = config.num_kv_heads if config.new_decoder_architecture else 1
-    return pages * PAGE * config.num_hidden_layers * 2 * heads * head_dim * 2
+    return pages * PAGE * config.num_hidden_layers * 2 * kv_heads(config) * head_dim * 2
+
+
+def kv_heads(config: Any) -> int:
+    """Number of key heads, by whatever name a configuration has for it, if any."""
+    if config.model_type == "falcon":
+        return int(config.num_kv_heads) if config.new_decoder_architecture else 1
+    has_as_many = config.model_type in ("gpt2", "opt", "gpt_neox")
+    return int(config.num_attention_heads if has_as_many else config.num_key_value_heads)
 
 
 def build(architecture: str, changes: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ import transformers
 from emulated_cuda import emulated
 from gguf import GGMLQuantizationType as Kind
 from gguf_models import write_model
-from gpu.checkpoints import FAMILIES, make_family
+from gpu.checkpoints import FAMILIES, kv_heads, make_family
 from quantised_checkpoints import CASES, write_checkpoint
 from rich.console import Console
 from typer.testing import CliRunner
@@ -87,7 +87,7 @@ def test_each_family(family: str, tmp_path: Path) -> None:
     assert facts.shape is not None
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert (facts.shape.family, facts.shape.layers) == (config.model_type, config.num_hidden_layers)
-    assert (facts.shape.heads, facts.shape.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+    assert (facts.shape.heads, facts.shape.kv_heads) == (config.num_attention_heads, kv_heads(config))
     assert {part.format for part in facts.stored} == {"bfloat16"}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert facts.stored_bytes == sum(parameter.nbytes for parameter in model.parameters())
