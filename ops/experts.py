@@ -1,20 +1,18 @@
-"""`Routing`, how a layer's router chooses experts for a token, and `Experts`, what the layer has of them; no device.
+"""`Experts`, a layer's router and experts as they are stored, and `route`, which chooses experts; knows no device.
 
-An expert is a gated feed of its own. A router scores all experts for each token, and the token's result is the sum of
-those of the few experts that are chosen, each times its weight (Shazeer et al., 2017, "Outrageously large neural
-networks"). `route` is the specification: whatever a device makes of the scores, its choices and weights are compared
-with these. Shape letters: N tokens, X experts, K chosen experts of a token, E width of the stream, F width of an
-expert's gate.
+`route` is the specification: whatever a device makes of a router's logits, its choices and weights are compared with
+these. Shape letters: N tokens, X experts, K chosen experts of a token, E width of the stream, F width of an expert's
+gate.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from headrace.ops.stream import Activation
+from headrace.ops.routing import CLAMP, SLOPE, ExpertActivation, GroupScore, Routing, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,49 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CLAMP", "SLOPE", "Choice", "ExpertActivation", "Experts", "GroupScore", "Routing", "Score", "route"]
 
-Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
-"""What a router's logits become: their softmax over all experts (Shazeer et al., 2017), the softmax over the chosen ones
-alone (Jiang et al., 2024, "Mixtral of experts"), or the sigmoid of each (DeepSeek-AI, 2024, "DeepSeek-V3")."""
-GroupScore: TypeAlias = Literal["max", "top2"]
-"""How groups of experts are ranked: by their best expert (DeepSeek-AI, 2024, "DeepSeek-V2"), or by the sum of their two
-best (DeepSeek-V3)."""
-ExpertActivation: TypeAlias = Activation | Literal["clamped_swiglu"]
-"""Activation of an expert: one of a gated feed's, or that of gpt-oss (OpenAI, 2025), with c = `CLAMP` and s = `SLOPE`:
-(clip(up, -c, c) + 1) * g * sigmoid(s * g) where g = min(gate, c)."""
-
-CLAMP: Final = 7.0
-SLOPE: Final = 1.702
 _LEAST_SUM: Final = 1e-20  # nothing beside any sum of weights but one of zeros
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How a router chooses experts and weighs them."""
-
-    experts: int
-    top_k: int
-    """Number of experts that each token is computed by."""
-    score: Score = "softmax"
-    renormalise: bool = False
-    """Whether the weights of the chosen experts are divided by their sum."""
-    scale: float = 1.0
-    """Factor of the weights."""
-    groups: int = 1
-    """Number of groups of consecutive experts, all of one size."""
-    top_groups: int = 1
-    """Number of groups among whose experts a token may choose."""
-    group_score: GroupScore = "max"
-
-    def __post_init__(self) -> None:
-        """Raise `ValueError` unless every token has `top_k` experts to choose."""
-        if not 1 <= self.groups <= self.experts or self.experts % self.groups:
-            raise ValueError(f"{self.experts} experts do not make {self.groups} groups of one size")
-        if not 1 <= self.top_groups <= self.groups:
-            raise ValueError(f"top_groups is {self.top_groups}, of {self.groups} groups")
-        if not 1 <= self.top_k <= self.experts // self.groups * self.top_groups:
-            raise ValueError(f"top_k is {self.top_k}, of {self.experts // self.groups * self.top_groups} experts")
-        if self.group_score == "top2" and self.groups > 1 and self.experts // self.groups < 2:
-            raise ValueError(f"{self.groups} groups of {self.experts} experts have no two best experts each")
 
 
 class Choice(NamedTuple):
