@@ -15,8 +15,8 @@ from headrace.ops.stream import Activation
 __all__ = ["CLAMP", "SLOPE", "ExpertActivation", "GroupScore", "Routing", "Score"]
 
 Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
-"""What a router's logits become: their softmax over all experts (Fedus et al., 2021, "Switch transformers"), the softmax
-over the chosen ones alone (Shazeer et al., 2017), or the sigmoid of each (DeepSeek-AI, 2024, "DeepSeek-V3")."""
+"""What a router's logits become: their softmax over all experts (Fedus et al., 2021, "Switch transformers"), that over
+the chosen ones alone (Shazeer et al., 2017), or the sigmoid of each (DeepSeek-AI, 2024, "DeepSeek-V3")."""
 GroupScore: TypeAlias = Literal["max", "top2"]
 """How groups of experts are ranked: by their best expert (DeepSeek-AI, 2024, "DeepSeek-V2"), or by the sum of their two
 best (DeepSeek-V3)."""

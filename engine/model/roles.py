@@ -20,6 +20,8 @@ class Part:
     """Number of the layer that the tensor belongs to; None outside the layers."""
     rotated: int | None = None
     """Size of the heads whose elements the rows are, where these heads are rotated: queries and keys."""
+    expert: int | None = None
+    """Number of the expert that the tensor belongs to; None outside experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Fused:
     columns: int | None
     is_norm: bool = False
     """Whether random weights are 1: the weight of a norm."""
+    in_float32: bool = False
+    """Whether the parameter is a float32 tensor, whatever the model's dtype, and never quantised: a router's."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,6 +50,10 @@ class Fused:
         """Return the same parameter, with the rows of `roles` marked as heads of `head_dim` that are rotated."""
         parts = [replace(part, rotated=head_dim if part.role.split(".")[0] in roles else None) for part in self.parts]
         return replace(self, parts=tuple(parts))
+
+    def of_expert(self, expert: int) -> Fused:
+        """Return the same parameter of the expert with the number `expert`."""
+        return replace(self, parts=tuple(replace(part, expert=expert) for part in self.parts))
 
     def of_layer(self, layer: int) -> Fused:
         """Return the same parameter of the layer with the number `layer`."""
@@ -74,6 +82,7 @@ class Names:
     layer_prefix: str
     """Prefix of a layer's tensors, with `{}` for the layer's number."""
     roles: Mapping[str, str]
+    """Name of each role, that of an expert's with `{}` for the expert's number."""
     harmless: re.Pattern[str]
     """Names that may be left over: they hold only what is computed from the spec."""
     kv_scales: tuple[str, ...] = ()
@@ -90,7 +99,8 @@ class Names:
         """Return the checkpoint's name of a part."""
         role, kind = part.role.split(".")
         prefix = "" if part.layer is None else self.layer_prefix.format(part.layer)
-        return f"{prefix}{self.roles[role]}.{kind}"
+        name = self.roles[role] if part.expert is None else self.roles[role].format(part.expert)
+        return f"{prefix}{name}.{kind}"
 
     def stored(self, fused: Fused) -> Fused:
         """Return a parameter as a checkpoint with these names stores it: from fewer parts where some are joined."""

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from headrace.ops.cpu.activation import activate
+from headrace.ops.cpu.experts import CpuExperts
 from headrace.ops.cpu.head import CpuHead
 from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from headrace.ops.cpu.native.experts import NativeExperts
+    from headrace.ops.experts import Experts
     from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
     from headrace.ops.stream import Activation, HeadNorms
 
@@ -199,6 +202,13 @@ class CpuOps:
     def pack(self, weight: Stored, bias_O: Tensor | None) -> CpuLinear:
         """Pack a weight and its bias for `product`."""
         return pack_product(weight, bias_O, dtype=self.dtype, products=self.products)
+
+    def pack_experts(self, experts: Experts) -> CpuExperts | NativeExperts:
+        """Pack a layer's router and experts."""
+        return CpuExperts(experts, self.pack, self._pack_router)
+
+    def _pack_router(self, weight: Stored, bias_O: Tensor | None) -> CpuLinear:
+        return pack_product(weight, bias_O, dtype=torch.float32, products=self.products)
 
     def pack_head(self, weight_VE: Stored) -> CpuLinear:
         """Pack the output head's weight for `logits`."""

@@ -69,9 +69,10 @@ def parts_in_files(inventory: Inventory, spec: DecoderSpec) -> tuple[WeightPart,
 
     def add(part: ModelPart, plan: Mapping[str, Fused]) -> None:
         for fused in plan.values():
+            is_other = fused.columns is None or fused.in_float32
             for tensor in fused.parts:
                 found = inventory.of(tensor)
-                total.add("other" if fused.columns is None else part, found.format.name, found.nbytes(inventory.files))
+                total.add("other" if is_other else part, found.format.name, found.nbytes(inventory.files))
 
     top = top_plan(spec)
     add("embedding", {name: fused for name, fused in top.items() if name != "head"})

@@ -13,7 +13,9 @@ from typing import Protocol, TypeAlias, TypeVar
 from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
+from headrace.engine.model.experts import ExpertsFeed
 from headrace.engine.model.network.feeds.dense import GatedFeed
+from headrace.engine.model.network.feeds.experts import RoutedFeed
 from headrace.engine.model.network.mixers.attention import SoftmaxAttention
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
 from headrace.engine.model.spec import Attention, DenseFeed, FeedSpec, LayerSpec, MixerSpec, SoftcappedAttention
@@ -94,4 +96,4 @@ Feeds: TypeAlias = Mapping[type[FeedSpec], FeedMaker]
 """What computes each kind of feed, by the type of its spec."""
 
 MIXERS: Mixers = MappingProxyType({Attention: SoftmaxAttention, SoftcappedAttention: SoftmaxAttention})
-FEEDS: Feeds = MappingProxyType({DenseFeed: GatedFeed})
+FEEDS: Feeds = MappingProxyType({DenseFeed: GatedFeed, ExpertsFeed: RoutedFeed})

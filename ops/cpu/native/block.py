@@ -13,6 +13,7 @@ import torch
 
 from headrace.ops.cpu.activation import activate
 from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.native.experts import NativeExperts
 from headrace.ops.cpu.native.library import Context, HeadsStruct, StepStruct
 from headrace.ops.cpu.native.linear import NativeDenseKernel, NativeKernel, NativeLinear, as_floats
 from headrace.ops.cpu.step import CpuStep, NativeStep
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from headrace.ops.cpu.kv import CpuKv
     from headrace.ops.cpu.linear import CpuLinear
+    from headrace.ops.experts import Experts
     from headrace.ops.formats import Stored
     from headrace.ops.paged import PagedBatch
     from headrace.ops.stream import Activation, HeadNorms
@@ -130,6 +132,10 @@ class NativeOps(CpuOps):
         context = self._context
         context.kernels.headrace_silu_mul(context.handle, gate_up_N2F.data_ptr(), rows, width // 2, y_NF.data_ptr())
         return y_NF
+
+    def pack_experts(self, experts: Experts) -> NativeExperts:
+        """Pack a layer's router and experts."""
+        return NativeExperts(experts, self._context, self.pack, self._pack_router)
 
     def pack_head(self, weight_VE: Stored) -> CpuLinear:
         """Pack the output head's weight for `logits`."""

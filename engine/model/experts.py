@@ -1,0 +1,69 @@
+"""`ExpertsFeed`: the spec of a feed that is a mixture of experts; never imports torch, reads a file or computes.
+
+Each token is computed by the few experts that a router chooses for it, and perhaps by a shared expert that every token
+has (Shazeer et al., 2017; Dai et al., 2024, "DeepSeekMoE"). Next to read: network/feeds/experts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from headrace.engine.model.roles import Fused, Part, matrix
+from headrace.engine.model.spec import FeedSpec
+from headrace.ops.routing import ExpertActivation, Routing
+from headrace.ops.stream import Activation
+
+__all__ = ["ExpertsFeed", "SharedExpert", "down_of", "gate_up_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """A gated feed that computes every token, beside the experts that are chosen."""
+
+    size: int
+    """Width of the gate."""
+    gated: bool = False
+    """Whether its result is multiplied by the sigmoid of one more product of its input."""
+    activation: Activation = "silu"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsFeed(FeedSpec):
+    """Gated feeds of one size, of which a router chooses some for each token, and perhaps a shared one."""
+
+    routing: Routing
+    size: int
+    """Width of an expert's gate."""
+    activation: ExpertActivation = "silu"
+    shared: SharedExpert | None = None
+    corrected: bool = False
+    """Whether the choice, but not the weights, is made from scores with a correction of each expert added."""
+
+    def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
+        """Return the router's product, those of each expert, and those of the shared one."""
+        count = self.routing.experts
+        found = {"router_XE": replace(matrix(hidden_size, router=count), in_float32=True)}
+        if self.corrected:
+            part = Part("router.e_score_correction_bias", count)
+            found["correction_X"] = Fused((part,), None, in_float32=True)
+        gate_up = matrix(hidden_size, expert_gate=self.size, expert_up=self.size)
+        down = matrix(self.size, expert_down=hidden_size)
+        found.update((gate_up_of(expert), gate_up.of_expert(expert)) for expert in range(count))
+        found.update((down_of(expert), down.of_expert(expert)) for expert in range(count))
+        if self.shared is not None:
+            found["shared_gate_up"] = matrix(hidden_size, shared_gate=self.shared.size, shared_up=self.shared.size)
+            found["shared_down"] = matrix(self.shared.size, shared_down=hidden_size)
+            if self.shared.gated:
+                found["shared_switch_1E"] = replace(matrix(hidden_size, shared_switch=1), in_float32=True)
+        return found
+
+
+def gate_up_of(expert: int) -> str:
+    """Return the name of an expert's gate and up, one above the other, in `SublayerWeights`."""
+    return f"gate_up_{expert}"
+
+
+def down_of(expert: int) -> str:
+    """Return the name of an expert's last matrix in `SublayerWeights`."""
+    return f"down_{expert}"
