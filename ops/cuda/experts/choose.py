@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from headrace.ops.experts import Routing
 
-__all__ = ["Chosen", "Lists", "allocate_chosen", "allocate_lists", "choose", "most_tiles"]
+__all__ = ["Chosen", "Lists", "Padding", "allocate_chosen", "allocate_lists", "choose", "most_tiles"]
 
 _LISTED: Final = 512
 _CHUNKS: Final = (4, 16, 64)
@@ -40,6 +40,15 @@ class Chosen(NamedTuple):
     """Numbers of the experts, int32; -1 for a token that is padding."""
     weights_NK: Tensor
     """Weights of their results, float32."""
+
+
+class Padding(NamedTuple):
+    """Tokens of a step that are padding."""
+
+    rows_N: Tensor
+    """Row of each token, int32."""
+    row: int
+    """The row whose tokens are padding."""
 
 
 class Lists(NamedTuple):
@@ -183,12 +192,12 @@ def _lay_out(lists, column, known, chunks, experts, tile_rows, EXPERTS: tl.const
     return begin
 
 
-@triton.jit(do_not_specialize=["rows", "chunks", "tile_rows"])
+@triton.jit(do_not_specialize=["rows", "chunks", "tile_rows", "padding_row"])
 def _choose_kernel(
-    logits, correction, positions, chosen, lists, rows, chunks, experts, tile_rows, scale,
+    logits, correction, row_numbers, chosen, lists, rows, chunks, experts, tile_rows, padding_row, scale,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, SCORE: tl.constexpr,
     RENORMALISE: tl.constexpr, CORRECT: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, POSITIONS: tl.constexpr, LISTS: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, PADDED_ROWS: tl.constexpr, LISTS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
@@ -199,8 +208,8 @@ def _choose_kernel(
         gdc_launch_dependents()
         gdc_wait()
     real = row < rows
-    if POSITIONS:
-        real &= tl.load(positions + row, mask=real, other=0) > 0
+    if PADDED_ROWS:
+        real &= tl.load(row_numbers + row, mask=real, other=padding_row) != padding_row
     spot = logits + row.to(tl.int64)[:, None] * experts + column[None, :]
     logit = tl.load(spot, mask=(row < rows)[:, None] & known[None, :], other=float("-inf"))
     logit = tl.where((row < rows)[:, None], logit, 0.0)
@@ -269,7 +278,7 @@ def choose(
     chosen: Chosen,
     lists: Lists | None = None,
     *,
-    positions_N: Tensor | None = None,
+    padding: Padding | None = None,
     pdl: bool = False,
 ) -> None:
     """Write the experts of each token, and their lists.
@@ -280,8 +289,7 @@ def choose(
         correction_X: Added to the scores for the choice alone, float32, or None.
         chosen: Output of the choices.
         lists: Output of the lists; None for none.
-        positions_N: Positions of a step whose padding is at position 0, int32 or int64, and is given no experts; None
-            where nothing is padding.
+        padding: Tokens that are given no experts; None where there are none.
         pdl: Whether to use programmatic dependent launch.
     """
     rows, experts = logits_NX.shape
@@ -291,12 +299,12 @@ def choose(
     used = lists or Lists(chosen.ids_NK, chosen.ids_NK, chosen.ids_NK, chosen.ids_NK, 0)
     correction = logits_NX if correction_X is None else correction_X
     _choose_kernel[(chunks,)](
-        logits_NX, correction, chosen.ids_NK if positions_N is None else positions_N, chosen, used,
-        rows, chunks, experts, used.rows, routing.scale,
+        logits_NX, correction, chosen.ids_NK if padding is None else padding.rows_N, chosen, used,
+        rows, chunks, experts, used.rows, 0 if padding is None else padding.row, routing.scale,
         ROWS=size, EXPERTS=padded, K=routing.top_k, RANKS=triton.next_power_of_2(routing.top_k), SCORE=routing.score,
         RENORMALISE=routing.renormalise, CORRECT=correction_X is not None, GROUPS=routing.groups,
         PADDED=triton.next_power_of_2(routing.groups), TOP_GROUPS=routing.top_groups,
-        TWO=routing.group_score == "top2", POSITIONS=positions_N is not None, LISTS=lists is not None,
+        TWO=routing.group_score == "top2", PADDED_ROWS=padding is not None, LISTS=lists is not None,
         BLOCK=1 if chunks == 1 else _BLOCK, PDL=pdl, num_warps=4 if size < _CHUNKS[-1] else 8, launch_pdl=pdl,
     )  # fmt: skip
     if lists is not None and chunks > 1:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.experts.arena import Arena
     from headrace.ops.cuda.experts.choose import Chosen, Lists
+    from headrace.ops.cuda.tuning.table import Tuning
     from headrace.ops.routing import ExpertActivation
 
 __all__ = ["Tiling", "source_and_target", "tile_products", "tile_rows", "tiling"]
@@ -39,9 +41,6 @@ class Tiling(NamedTuple):
     """Steps whose operands are in shared memory at once."""
 
 
-_ROWS: Final = ((4, 16), (24, 32), (96, 64))
-"""Rows of a tile by the most rows that an expert has on average; not measured."""
-_MOST_ROWS: Final = 128
 _MOST_STAGES: Final = 4
 _RESERVED: Final = 4 << 10
 """Bytes of shared memory left for what a program needs besides its operands."""
@@ -66,7 +65,7 @@ def source_and_target(chosen, lists, tile, K: tl.constexpr, ROWS: tl.constexpr, 
 
 @triton.jit
 def _tiles_kernel(
-    x, weight, bias, chosen, lists, out, size_out, size_in, x_stride, out_stride,
+    x, weight, bias, chosen, lists, out, pitch, size_out, size_in, x_stride, out_stride,
     K: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +81,7 @@ def _tiles_kernel(
     own = tl.arange(0, LINES)
     line = tl.minimum(tl.program_id(1) * OUT + own // HALVES, size_out - 1) + own % HALVES * size_out
     inner = tl.arange(0, BLOCK)
-    w_at = weight + (expert * (HALVES * size_out) + line)[:, None] * size_in + inner[None, :]
+    w_at = weight + expert * pitch + line.to(tl.int64)[:, None] * size_in + inner[None, :]
     x_at = x + source[None, :] * x_stride + inner[:, None]
     total = tl.zeros([LINES, ROWS], tl.float32)
     for start in range(0, size_in, BLOCK):
@@ -108,8 +107,8 @@ def _tiles_kernel(
 
 def tile_products(
     x: Tensor,
-    weight_LI: Tensor,
-    bias_L: Tensor | None,
+    weight: Arena,
+    bias_XL: Tensor | None,
     chosen: Chosen,
     lists: Lists,
     out_PO: Tensor,
@@ -122,8 +121,8 @@ def tile_products(
 
     Args:
         x: Input, bf16, last dimension contiguous: of tokens [N, I], or for downs of places [P, I].
-        weight_LI: Weights of all experts, one above the other, contiguous; of an expert O gates, then O ups.
-        bias_L: Biases of the lines of `weight_LI`, float32, or None.
+        weight: Weights of all experts, dense; each has O gates, then O ups, or O downs.
+        bias_XL: Biases of the lines of each expert's weight, float32, contiguous, or None.
         chosen: Choices.
         lists: Lists of the choices.
         out_PO: Output, contiguous: activation(gate) * up at places, or for downs results times their weights at pairs.
@@ -131,20 +130,20 @@ def tile_products(
         activation: Activation of gates, or None.
         pdl: Whether to use programmatic dependent launch.
     """
-    size_out, size_in = out_PO.shape[1], weight_LI.shape[1]
+    size_out, size_in = out_PO.shape[1], weight.shape[1]
     is_up = activation is not None
     _tiles_kernel[(len(lists.tiles_T3), triton.cdiv(size_out, how.lines // (2 if is_up else 1)))](
-        x, weight_LI, weight_LI if bias_L is None else bias_L, chosen, lists, out_PO, size_out, size_in, x.stride(0),
-        out_PO.stride(0),
+        x, weight.first, x if bias_XL is None else bias_XL, chosen, lists, out_PO, weight.pitch, size_out, size_in,
+        x.stride(0), out_PO.stride(0),
         K=chosen.ids_NK.shape[1], ROWS=lists.rows, LINES=how.lines, BLOCK=how.block, UP=is_up, ACTIVATION=activation,
-        BIAS=bias_L is not None, WHOLE=size_in % how.block == 0, PDL=pdl,
+        BIAS=bias_XL is not None, WHOLE=size_in % how.block == 0, PDL=pdl,
         num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def tile_rows(pairs: int, experts: int) -> int:
-    """Return the rows of a tile, by the rows that an expert has on average."""
-    return next((rows for most, rows in _ROWS if pairs <= most * experts), _MOST_ROWS)
+def tile_rows(pairs: int, experts: int, tuning: Tuning) -> int:
+    """Return the rows of a tile, by the tokens that an expert has on average."""
+    return next(rows for most, rows in tuning.expert_tile_rows if pairs <= most * experts)
 
 
 def tiling(rows: int, arch: Arch) -> Tiling:

@@ -18,6 +18,7 @@ from headrace.ops.cuda.experts.activation import activated
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.ops.cuda.experts.arena import Arena
     from headrace.ops.cuda.experts.choose import Chosen
     from headrace.ops.routing import ExpertActivation
 
@@ -42,7 +43,7 @@ _MOST_OUTPUTS: Final = 4
 
 @triton.jit
 def _up_kernel(
-    x, weight, bias, ids, out, size_out, size_in, x_stride,
+    x, weight, bias, ids, out, pitch, size_out, size_in, x_stride,
     K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -55,8 +56,8 @@ def _up_kernel(
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
         return
-    gate_line = expert * (2 * size_out) + tl.minimum(feature, size_out - 1)
-    gate_at = weight + gate_line[:, None] * size_in + inner[None, :]
+    gate_line = tl.minimum(feature, size_out - 1).to(tl.int64)
+    gate_at = weight + expert * pitch + gate_line[:, None] * size_in + inner[None, :]
     up_at = gate_at + size_out.to(tl.int64) * size_in
     row = x + (pair // K).to(tl.int64) * x_stride + inner
     gate = tl.zeros([BLOCK_OUT], tl.float32)
@@ -75,6 +76,7 @@ def _up_kernel(
             w = w_next
             w_up = up_next
     if BIAS:
+        bias += expert * (2 * size_out)
         gate += tl.load(bias + gate_line)
         up += tl.load(bias + gate_line + size_out)
     result = activated(gate, up, ACTIVATION)
@@ -83,8 +85,8 @@ def _up_kernel(
 
 def vector_up(
     x_NE: Tensor,
-    weight_LE: Tensor,
-    bias_L: Tensor | None,
+    weight: Arena,
+    bias_XL: Tensor | None,
     chosen: Chosen,
     out_PF: Tensor,
     activation: ExpertActivation,
@@ -96,8 +98,8 @@ def vector_up(
 
     Args:
         x_NE: Input, bf16, last dimension contiguous.
-        weight_LE: Weights of all experts, one above the other, contiguous; of an expert F gates, then F ups.
-        bias_L: Biases of the lines of `weight_LE`, float32, or None.
+        weight: Weights of all experts, dense; each has F gates, then F ups.
+        bias_XL: Biases of the lines of each expert's weight, float32, contiguous, or None.
         chosen: Choices.
         out_PF: Output by pair, contiguous.
         activation: Activation of gates.
@@ -107,16 +109,16 @@ def vector_up(
     (pairs, size_out), size_in = out_PF.shape, x_NE.shape[1]
     how = how or vector_up_tiling(size_in)
     _up_kernel[(triton.cdiv(size_out, how.outputs), pairs)](
-        x_NE, weight_LE, weight_LE if bias_L is None else bias_L, chosen.ids_NK, out_PF, size_out, size_in,
-        x_NE.stride(0),
+        x_NE, weight.first, x_NE if bias_XL is None else bias_XL, chosen.ids_NK, out_PF, weight.pitch, size_out,
+        size_in, x_NE.stride(0),
         K=chosen.ids_NK.shape[1], BLOCK_OUT=how.outputs, BLOCK=how.block, STEPS=triton.cdiv(size_in, how.block),
-        ACTIVATION=activation, BIAS=bias_L is not None, PDL=pdl, num_warps=how.warps, launch_pdl=pdl,
+        ACTIVATION=activation, BIAS=bias_XL is not None, PDL=pdl, num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
 @triton.jit
 def _down_kernel(
-    x, weight, bias, chosen, out, size_out, size_in,
+    x, weight, bias, chosen, out, pitch, size_out, size_in,
     K: tl.constexpr, RANKS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -131,8 +133,9 @@ def _down_kernel(
     expert = tl.load(chosen.ids_NK + pair, mask=rank < K, other=-1)
     real = expert >= 0
     factor = tl.load(chosen.weights_NK + pair, mask=real, other=0.0)
-    line = tl.maximum(expert, 0).to(tl.int64)[:, None] * size_out + tl.minimum(feature, size_out - 1)[None, :]
-    at = weight + line[:, :, None] * size_in + inner[None, None, :]
+    expert = tl.maximum(expert, 0).to(tl.int64)
+    line = tl.minimum(feature, size_out - 1).to(tl.int64)
+    at = weight + (expert * pitch)[:, None, None] + line[None, :, None] * size_in + inner[None, None, :]
     total = tl.zeros([RANKS, BLOCK_OUT], tl.float32)
     for step in tl.static_range(STEPS):
         inside = real[:, None] & (step * BLOCK + inner < size_in)[None, :]
@@ -140,7 +143,7 @@ def _down_kernel(
         value = tl.load(x + pair[:, None] * size_in + step * BLOCK + inner[None, :], mask=inside, other=0.0)
         total += tl.sum(w.to(tl.float32) * value.to(tl.float32)[:, None, :], axis=2)
     if BIAS:
-        total += tl.load(bias + line, mask=real[:, None], other=0.0)
+        total += tl.load(bias + expert[:, None] * size_out + line[None, :])
     result = tl.sum(total * factor[:, None], axis=0)
     spot = out + row.to(tl.int64) * size_out + feature
     tl.store(spot, result.to(out.dtype.element_ty), mask=feature < size_out)
@@ -148,8 +151,8 @@ def _down_kernel(
 
 def vector_down(
     x_PF: Tensor,
-    weight_LF: Tensor,
-    bias_L: Tensor | None,
+    weight: Arena,
+    bias_XL: Tensor | None,
     chosen: Chosen,
     out_NE: Tensor,
     *,
@@ -160,8 +163,8 @@ def vector_down(
 
     Args:
         x_PF: Input by pair, bf16, contiguous.
-        weight_LF: Weights of all experts, one above the other, contiguous.
-        bias_L: Biases of the lines of `weight_LF`, float32, or None.
+        weight: Weights of all experts, dense.
+        bias_XL: Biases of the results of each expert, float32, contiguous, or None.
         chosen: Choices.
         out_NE: Output, contiguous.
         pdl: Whether to use programmatic dependent launch.
@@ -170,9 +173,9 @@ def vector_down(
     (rows, size_out), size_in, ranks = out_NE.shape, x_PF.shape[1], chosen.ids_NK.shape[1]
     how = how or vector_down_tiling(size_in, ranks)
     _down_kernel[(triton.cdiv(size_out, how.outputs), rows)](
-        x_PF, weight_LF, weight_LF if bias_L is None else bias_L, chosen, out_NE, size_out, size_in,
+        x_PF, weight.first, x_PF if bias_XL is None else bias_XL, chosen, out_NE, weight.pitch, size_out, size_in,
         K=ranks, RANKS=triton.next_power_of_2(ranks), BLOCK_OUT=how.outputs, BLOCK=how.block,
-        STEPS=triton.cdiv(size_in, how.block), BIAS=bias_L is not None, PDL=pdl,
+        STEPS=triton.cdiv(size_in, how.block), BIAS=bias_XL is not None, PDL=pdl,
         num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip
 
