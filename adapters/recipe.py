@@ -23,6 +23,7 @@ PROMPT_KEY = "prompt_embeddings"
 """Name of the only tensor in the file of an adapter of virtual tokens."""
 _JOINED = {site: modules for site, modules in SITES.items() if len(modules) > 1}
 """Modules that some models have as one, by its name."""
+_FEED = ("gate", "up", "down", "gate_up")
 _KINDS = {"F32": 0, "F16": 1, "BF16": 2}
 _ALIGNMENT = 16  # bytes, since a tensor may follow another of smaller numbers
 # The second `model` is missing where an adapter was trained on a model without its head, as for embeddings.
@@ -179,8 +180,7 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
                 refuse_file(WEIGHTS_FILE, "tensor", key, f"one of its module, which {known[half]} is")
             known[half] = key
         elif not _is_frozen_base(key, entry, shape):
-            modules = f"{', '.join(MODULES)} in layers 0 to {shape.num_layers - 1}"
-            refuse_file(WEIGHTS_FILE, "tensor", key, f"updates of {modules}, of embed_tokens and of lm_head")
+            refuse_file(WEIGHTS_FILE, "tensor", key, _supported(shape))
     if not keys:
         refuse_file(WEIGHTS_FILE, "the number of updates", 0, "at least 1")
     pairs: dict[_Place, _Pair] = {}
@@ -199,6 +199,13 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
     return dict(sorted(pairs.items()))
 
 
+def _supported(shape: ModelShape) -> str:
+    """Return in words which modules adapters of the model may update."""
+    updated = [module for module in MODULES if shape.ffn_size or module not in _FEED]
+    modules = f"updates of {', '.join(updated)} in layers 0 to {shape.num_layers - 1}, of embed_tokens and of lm_head"
+    return modules if shape.ffn_size else f"{modules}, since experts, routers and feeds beside them take no updates"
+
+
 def _place(key: str, shape: ModelShape) -> tuple[_Place, str] | None:
     """Return ((layer, module), "A" or "B") for a tensor's name; None if it names no update that the model has."""
     if key in _TOP_KEYS:
@@ -207,7 +214,7 @@ def _place(key: str, shape: ModelShape) -> tuple[_Place, str] | None:
     match = _LAYER_KEY.fullmatch(key)
     if match is None or int(match[1]) >= shape.num_layers:
         return None
-    if ("mlp" in key) != (match[2] in ("gate", "up", "down", "gate_up")):
+    if ("mlp" in key) != (match[2] in _FEED) or ("mlp" in key and not shape.ffn_size):
         return None
     return (int(match[1]), match[2]), match[3]
 

@@ -102,4 +102,4 @@ def _within_groups(ranked_NX: Tensor, routing: Routing) -> Tensor:
     ranked_NGx = ranked_NX.unflatten(1, (routing.groups, -1))
     best = ranked_NGx.topk(2 if routing.group_score == "top2" else 1, dim=2).values.sum(2)
     allowed_NG = torch.zeros_like(best, dtype=torch.bool).scatter_(1, _best(best, routing.top_groups), value=True)
-    return ranked_NGx.masked_fill(~allowed_NG.unsqueeze(2), -torch.inf).flatten(1)
+    return torch.where(allowed_NG.unsqueeze(2), ranked_NGx, -torch.inf).flatten(1)

@@ -6,15 +6,21 @@ has (Shazeer et al., 2017; Dai et al., 2024, "DeepSeekMoE"). Next to read: netwo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from headrace.engine.model.roles import Fused, Part, matrix
-from headrace.engine.model.spec import FeedSpec
+from headrace.engine.model.spec import DecoderSpec, FeedSpec
 from headrace.ops.routing import ExpertActivation, Routing
 from headrace.ops.stream import Activation
 
-__all__ = ["ExpertsFeed", "SharedExpert", "down_of", "gate_up_of"]
+__all__ = ["ROUTER", "ExpertsFeed", "SharedExpert", "down_of", "gate_up_of", "is_of_expert", "routing_of"]
+
+ROUTER: Final = "router_XE"
+"""Name of a router's weight in `SublayerWeights`."""
+_OF_EXPERT: Final = re.compile(r"(gate_up|down)_\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ class ExpertsFeed(FeedSpec):
     def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
         """Return the router's product, those of each expert, and those of the shared one."""
         count = self.routing.experts
-        found = {"router_XE": replace(matrix(hidden_size, router=count), in_float32=True)}
+        found = {ROUTER: replace(matrix(hidden_size, router=count), in_float32=True)}
         if self.corrected:
             part = Part("router.e_score_correction_bias", count)
             found["correction_X"] = Fused((part,), None, in_float32=True)
@@ -67,3 +73,13 @@ def gate_up_of(expert: int) -> str:
 def down_of(expert: int) -> str:
     """Return the name of an expert's last matrix in `SublayerWeights`."""
     return f"down_{expert}"
+
+
+def is_of_expert(name: str) -> bool:
+    """Return whether a name in `SublayerWeights` is that of an expert's matrix."""
+    return _OF_EXPERT.fullmatch(name) is not None
+
+
+def routing_of(spec: DecoderSpec) -> Routing | None:
+    """Return the routing of the first layer that has experts; None for a model without."""
+    return next((layer.feed.routing for layer in spec.layers if isinstance(layer.feed, ExpertsFeed)), None)

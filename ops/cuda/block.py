@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.adapters.rows import UpdateSite
     from headrace.ops.cuda.attention.shape import HeadShape
     from headrace.ops.cuda.products.fusion import Before
+    from headrace.ops.experts import Experts
     from headrace.ops.formats import Stored
     from headrace.ops.stream import Activation, HeadNorms
 
@@ -96,6 +97,10 @@ class CudaOps:
             codes = [codes_of(piece) for piece in pieces]
             return self.products.pack_codes(codes, bias_O, self.shape.head_dim, dtype)
         return self.products.pack(weight.dense(dtype), bias_O, self.shape.head_dim, dtype)
+
+    def pack_experts(self, experts: Experts) -> NoReturn:
+        """Raise `NotImplementedError`: no kernel computes experts."""
+        raise NotImplementedError(f"no kernel computes {experts.routing.experts} experts")
 
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""

@@ -7,7 +7,7 @@ themselves are those of network/.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
 from headrace.ops.cpu.activation import activate
+from headrace.ops.experts import Experts
 from headrace.ops.formats import Stored
 from headrace.ops.stream import Activation, HeadNorms, Stream
 
@@ -68,6 +69,10 @@ class CalibrationOps:
     def pack(self, weight: Stored, bias_O: Tensor | None) -> DenseProduct:
         """Return a weight ready to multiply in float32."""
         return DenseProduct(weight, weight.dense(torch.float32), bias_O)
+
+    def pack_experts(self, experts: Experts) -> NoReturn:
+        """Raise `ModelRejected`: some experts may see too few of the tokens to be calibrated with."""
+        refuse("model", "experts", experts.routing, "dense feeds, to calibrate with data")
 
     def pack_head(self, weight_VE: Stored) -> DenseProduct:
         """Return the output head ready to multiply in float32."""

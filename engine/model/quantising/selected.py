@@ -13,8 +13,6 @@ from headrace.ops.quantised import Fp8, IntGroups
 
 __all__ = ["Module", "Selection", "select"]
 
-_NEVER = "router"
-"""Role of the matrix that chooses experts, which is small and decides much."""
 _WEIGHT = ".weight"
 
 
@@ -56,7 +54,7 @@ class Selection:
 
 
 def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symmetric: bool) -> Selection:
-    """Return which linear layers of a decoder are quantised: all within the layers but routers.
+    """Return which linear layers of a decoder are quantised: all within the layers but routers, which decide much.
 
     Norms, embeddings and a head that is the table of embeddings never are.
 
@@ -76,7 +74,7 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symme
             format = format_for(method, size_in, symmetric=symmetric)
             if is_head and not head:
                 ignored[name] = "the output head"
-            elif part.role.startswith(_NEVER):
+            elif fused.in_float32:
                 ignored[name] = "a router"
             elif format is None:
                 odd[name] = f"{size_in} inputs are no whole groups of {', '.join(map(str, GROUPS))}"

@@ -11,6 +11,7 @@ from headrace.adapters.files import TakePieces, read_adapter
 from headrace.adapters.layout import MODULES, BlockLayout, ModelShape
 from headrace.adapters.loaded import LoadedAdapter, Stamp
 from headrace.engine.config import EngineConfig
+from headrace.engine.model.experts import routing_of
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["adapter_device", "adapter_granules", "adapter_shape"]
@@ -31,7 +32,7 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
         num_heads=attention.heads,
         num_kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
-        ffn_size=spec.uniform_feed.size,
+        ffn_size=0 if routing_of(spec) is not None else spec.uniform_feed.size,
         vocab_size=spec.vocab_size,
         virtual_scale=1.0 if spec.scales_virtual_tokens else 1.0 / spec.embedding_scale,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
-from headrace.engine.model.experts import ExpertsFeed, SharedExpert, down_of, gate_up_of
+from headrace.engine.model.experts import ROUTER, ExpertsFeed, SharedExpert, down_of, gate_up_of
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
 from headrace.engine.model.network.placement import enter
 from headrace.engine.model.spec import LayerSpec
@@ -73,7 +73,7 @@ def _experts(feed: ExpertsFeed, weights: SublayerWeights) -> Experts:
     every = range(feed.routing.experts)
     return Experts(
         feed.routing,
-        weights.vectors["router_XE"],
+        weights.vectors[ROUTER],
         tuple(weights.matrices[gate_up_of(expert)] for expert in every),
         tuple(weights.matrices[down_of(expert)] for expert in every),
         feed.activation,
