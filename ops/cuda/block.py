@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from headrace.ops.cuda import fused
 from headrace.ops.cuda.attention.steps import ATTENTION, CudaStep, DecodeStep, PrefillStep, WholeStep
 from headrace.ops.cuda.codes.layout import CodeLayout, codes_of
+from headrace.ops.cuda.experts.packed import CudaExperts, ExpertProducts
 from headrace.ops.cuda.hazards import Launch
 from headrace.ops.cuda.memory.pages import PageMemory
 from headrace.ops.cuda.products.fusion import GATED, SQUARED, AddNorm, HeadTargets, Residual, Squares
@@ -48,6 +49,7 @@ class CudaOps:
         *,
         cos_sin_PD: Tensor,
         products: Products,
+        experts: ExpertProducts | None = None,
         kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
     ) -> None:
         """Compute with heads of `shape`.
@@ -56,9 +58,11 @@ class CudaOps:
             shape: Heads, window, cache dtype.
             cos_sin_PD: Rotary table, float32 [positions, D]: D/2 cosines, then D/2 sines.
             products: The kernels of products on the one stream on which this runs.
+            experts: The kernels of experts on that stream; None for those of `EXPERTS`.
             kv_scales: Scales of 8-bit keys and values, by layer; a 16-bit cache has none.
         """
         self.shape, self.products = shape, products
+        self.experts = experts or ExpertProducts(products.arch, products.room)
         self.arch, self.eps, self.pdl = products.arch, products.room.eps, products.room.pdl
         self.device = cos_sin_PD.device
         self._cos_sin_PD = cos_sin_PD
@@ -98,13 +102,16 @@ class CudaOps:
             return self.products.pack_codes(codes, bias_O, self.shape.head_dim, dtype)
         return self.products.pack(weight.dense(dtype), bias_O, self.shape.head_dim, dtype)
 
-    def pack_experts(self, experts: Experts) -> NoReturn:
-        """Raise `NotImplementedError`: no kernel computes experts."""
-        raise NotImplementedError(f"no kernel computes {experts.routing.experts} experts")
-
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""
         return self.pack(weight_VE, None)
+
+    def pack_experts(self, experts: Experts) -> CudaExperts:
+        """Pack a layer's router and experts; codes of one kind, and values in the dtype of activations, stay in place.
+
+        Codes of several kinds, or whose columns lie in orders of their own, become values.
+        """
+        return self.experts.pack(experts, self.shape.dtype)
 
     def logits(self, x_SE: Tensor, head: CudaProduct) -> Tensor:
         """Return the product with the output head in float32, the dtype of its sums.

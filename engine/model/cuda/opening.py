@@ -9,14 +9,12 @@ from collections.abc import Mapping
 import torch
 
 from headrace.adapters.stored import PIECE_BYTES
-from headrace.adapters.untrusted import refuse
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams, ModelRejected
 from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import DecoderWeights, Source, load_weights
-from headrace.engine.model.experts import routing_of
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
 from headrace.engine.model.shared.device import BuiltKernels, Device, Limits, fit
@@ -216,12 +214,8 @@ def checked_arch(config: EngineConfig, spec: DecoderSpec, device: torch.device, 
 
     Raises:
         DeviceUnavailable: The GPU cannot run any model.
-        ModelRejected: The model has experts, which no kernel computes yet.
         InvalidParams: An option does not fit the model or the device.
     """
-    if (routing := routing_of(spec)) is not None:
-        limit = "dense feeds on a GPU; device='cpu' computes experts"
-        refuse(spec.architecture, "the number of experts", routing.experts, limit)
     arch = _arch(config, device)
     _check_attention(config, spec, arch, kernels)
     for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, PAGE_SIZE)):

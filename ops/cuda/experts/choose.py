@@ -1,11 +1,11 @@
 """`choose`: the experts of each token on CUDA (Triton) and, for products in tiles, which tokens each expert has.
 
 Computes what `route` of ops/experts.py specifies, from logits. Lists are made on the device, in a fixed number of
-launches whatever is chosen, so that graphs can hold them: programs choose for a chunk of tokens each and count the tokens
-of each expert; the last of them to finish lays out the experts' lists, one behind another, and cuts them into tiles;
-and where there are several programs, a second launch fills the lists. The order within a list is that of the tokens,
-so that results do not vary from run to run. A pair is a token and one of its experts, numbered token * K + rank; a
-place is a position in all lists together. N tokens, X experts, K chosen experts of a token.
+launches whatever is chosen, so that graphs can hold them: programs choose for a chunk of tokens each and count those of
+each expert; the last of them to finish lays out the experts' lists, one behind another, and cuts them into tiles; and
+where there are several programs, a second launch fills the lists. The order within a list is that of the tokens, so
+that results do not vary from run to run. A pair is a token and one of its experts, numbered token * K + rank; a place
+is a position in all lists together. N tokens, X experts, K chosen experts of a token.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.experts import Routing
+    from headrace.ops.cuda.experts.registry import Padding
+    from headrace.ops.routing import Routing
 
-__all__ = ["Chosen", "Lists", "Padding", "allocate_chosen", "allocate_lists", "choose", "most_tiles"]
+__all__ = ["Chosen", "Lists", "allocate_chosen", "allocate_lists", "choose", "most_tiles"]
 
 _LISTED: Final = 512
 _CHUNKS: Final = (4, 16, 64)
@@ -40,15 +41,6 @@ class Chosen(NamedTuple):
     """Numbers of the experts, int32; -1 for a token that is padding."""
     weights_NK: Tensor
     """Weights of their results, float32."""
-
-
-class Padding(NamedTuple):
-    """Tokens of a step that are padding."""
-
-    rows_N: Tensor
-    """Row of each token, int32."""
-    row: int
-    """The row whose tokens are padding."""
 
 
 class Lists(NamedTuple):

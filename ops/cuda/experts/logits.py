@@ -29,7 +29,8 @@ _ROWS, _EXPERTS, _INPUTS = 16, 16, 128
 @triton.jit
 def _vector_kernel(
     x, router, bias, out, experts, size_in, x_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     inner = tl.arange(0, BLOCK)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda.arch import Arch
-    from headrace.ops.cuda.experts.choose import Padding
-    from headrace.ops.cuda.experts.registry import ExpertKernel, ExpertRun
+    from headrace.ops.cuda.experts.registry import ExpertKernel, ExpertRun, Padding
     from headrace.ops.cuda.products.registry import ProductRoom
     from headrace.ops.experts import Experts
 
@@ -48,6 +48,15 @@ class ExpertProducts:
             experts.activation, experts.gate_up_bias_XF, experts.down_bias_XE,
         )  # fmt: skip
         return CudaExperts(self, weights, runs)
+
+    @contextmanager
+    def padded(self, padding: Padding) -> Iterator[None]:
+        """Give no experts to the padding of a step, whose layers are enqueued until this ends."""
+        self.padding = padding
+        try:
+            yield
+        finally:
+            self.padding = None
 
     def _ready(self, kernel: ExpertKernel) -> ExpertRun:
         """Make a kernel ready, once for all layers."""

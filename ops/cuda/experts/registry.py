@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from headrace.ops.cuda.hazards import Launch, Thing
 from headrace.ops.cuda.products.registry import ByRows, spans_of
 
 if TYPE_CHECKING:
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.codes.kinds import Kind
     from headrace.ops.cuda.experts.arena import Arena
-    from headrace.ops.cuda.experts.choose import Padding
     from headrace.ops.cuda.products.registry import ProductRoom
     from headrace.ops.routing import ExpertActivation, Routing
 
-__all__ = ["ExpertKernel", "ExpertRun", "ExpertShape", "ExpertWeights", "ResolvedExperts", "resolve_experts"]
+__all__ = [
+    "ExpertKernel", "ExpertRun", "ExpertShape", "ExpertWeights", "Padding", "ResolvedExperts", "launches",
+    "resolve_experts",
+]  # fmt: skip
 
 
 class ExpertShape(NamedTuple):
@@ -56,6 +59,15 @@ class ExpertWeights(NamedTuple):
     gate_up_bias_XL: Tensor | None
     """Biases of gates, then of ups, float32 [X, 2F], contiguous."""
     down_bias_XE: Tensor | None
+
+
+class Padding(NamedTuple):
+    """Tokens of a step that are padding."""
+
+    rows_N: Tensor
+    """Row of each token, int32."""
+    row: int
+    """The row whose tokens are padding."""
 
 
 class ExpertRun(Protocol):
@@ -101,6 +113,12 @@ class ResolvedExperts:
     kernels: ByRows[ExpertKernel]
     refused: Mapping[str, str]
     """Why each kernel is not used, in words, by its name."""
+
+
+def launches(*, pdl: bool) -> tuple[Launch, Launch]:
+    """Return what the router's launch does to memory, which reads its weight early, and what the others do."""
+    activations: frozenset[Thing] = frozenset(("activations",))
+    return Launch("the router", pdl, frozenset(("weights",)), activations), Launch("experts", pdl, writes=activations)
 
 
 def resolve_experts(kernels: Sequence[ExpertKernel], arch: Arch, shape: ExpertShape) -> ResolvedExperts:

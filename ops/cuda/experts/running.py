@@ -14,16 +14,16 @@ from headrace.ops.cuda.experts.coded_tiles import MOST_ROWS, coded_tile_products
 from headrace.ops.cuda.experts.coded_vector import coded_vector_down, coded_vector_up
 from headrace.ops.cuda.experts.combine import combine
 from headrace.ops.cuda.experts.logits import router_logits
+from headrace.ops.cuda.experts.registry import launches
 from headrace.ops.cuda.experts.tiles import tile_products, tile_rows, tiling
 from headrace.ops.cuda.experts.vector import vector_down, vector_up
-from headrace.ops.cuda.hazards import Launch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda.experts.arena import Arena
-    from headrace.ops.cuda.experts.choose import Chosen, Lists, Padding
-    from headrace.ops.cuda.experts.registry import ExpertWeights
+    from headrace.ops.cuda.experts.choose import Chosen, Lists
+    from headrace.ops.cuda.experts.registry import ExpertWeights, Padding
     from headrace.ops.cuda.products.registry import ProductRoom
     from headrace.ops.routing import ExpertActivation
 
@@ -38,9 +38,7 @@ class _Run:
 
     def __init__(self, room: ProductRoom) -> None:
         self._room, self._pdl = room, room.pdl
-        activations = frozenset(("activations",))
-        self._router = Launch("the router", room.pdl, frozenset(("weights",)), activations)
-        self._rest = Launch("experts", room.pdl, writes=activations)
+        self._router, self._rest = launches(pdl=room.pdl)
 
     def _logits(self, x_NE: Tensor, weights: ExpertWeights) -> Tensor:
         logits_NX = torch.empty(len(x_NE), weights.routing.experts, dtype=torch.float32, device=x_NE.device)

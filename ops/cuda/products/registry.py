@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.products.fusion import After, Before
     from headrace.ops.cuda.products.linear import LinearScratch
 
-__all__ = ["FUSIONS", "ByRows", "ProductKernel", "ProductRoom", "ProductRun", "Resolved", "WeightShape", "resolve", "spans_of"]
+__all__ = [
+    "FUSIONS", "ByRows", "ProductKernel", "ProductRoom", "ProductRun", "Resolved", "WeightShape", "resolve", "spans_of",
+]  # fmt: skip
 
 FUSIONS: tuple[Fusion, ...] = get_args(Fusion)
 _FEW = 64
