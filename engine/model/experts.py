@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 from headrace.engine.model.roles import Fused, Part, matrix
 from headrace.engine.model.spec import DecoderSpec, FeedSpec
@@ -43,16 +43,17 @@ class ExpertsFeed(FeedSpec):
     """Width of an expert's gate."""
     activation: ExpertActivation = "silu"
     shared: SharedExpert | None = None
-    corrected: bool = False
-    """Whether the choice, but not the weights, is made from scores with a correction of each expert added."""
+    correction_dims: Literal[0, 1, 2] = 0
+    """Dimensions of the checkpoint's tensor of corrections, [X] or [1, X], which are added to scores for the choice
+    alone; 0 for a model without."""
 
     def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
         """Return the router's product, those of each expert, and those of the shared one."""
         count = self.routing.experts
         found = {ROUTER: replace(matrix(hidden_size, router=count), in_float32=True)}
-        if self.corrected:
-            part = Part("router.e_score_correction_bias", count)
-            found["correction_X"] = Fused((part,), None, in_float32=True)
+        if self.correction_dims:
+            rows, columns = (count, None) if self.correction_dims == 1 else (1, count)
+            found["correction"] = Fused((Part("correction.e_score_correction_bias", rows),), columns, in_float32=True)
         gate_up = matrix(hidden_size, expert_gate=self.size, expert_up=self.size)
         down = matrix(self.size, expert_down=hidden_size)
         found.update((gate_up_of(expert), gate_up.of_expert(expert)) for expert in range(count))

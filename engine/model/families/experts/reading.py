@@ -22,6 +22,7 @@ EXPERT_NAMES: Final = replace(
     roles={
         **HF_NAMES.roles,
         "router": "mlp.gate",
+        "correction": "mlp.gate",
         "expert_gate": "mlp.experts.{}.gate_proj",
         "expert_up": "mlp.experts.{}.up_proj",
         "expert_down": "mlp.experts.{}.down_proj",
@@ -35,7 +36,12 @@ EXPERT_NAMES: Final = replace(
 
 
 def read_routing(
-    config: HfConfig, *, experts: int, top_k: int, names: Sequence[str] = ("num_experts", "num_local_experts")
+    config: HfConfig,
+    *,
+    experts: int,
+    top_k: int,
+    names: Sequence[str] = ("num_experts", "num_local_experts"),
+    top_k_name: str = "num_experts_per_tok",
 ) -> Routing:
     """Return a routing by softmax without renormalisation, with the numbers that the config gives.
 
@@ -44,10 +50,15 @@ def read_routing(
         experts: Number of experts where the config gives none.
         top_k: Number of experts of a token where the config gives none.
         names: The fields that may give the number of experts; the first that is there does.
+        top_k_name: The field that gives the number of experts of a token.
     """
-    field = next((name for name in names if config.data.get(name) is not None), names[0])
+    given = [name for name in names if config.data.get(name) is not None]
+    field = given[0] if given else names[0]
+    for other in given[1:]:
+        if config.data[other] != config.data[field]:
+            config.refuse(other, f"{config.data[field]!r}, as {field} says")
     count = config.size(field, _MOST_EXPERTS // config.num_layers, experts)
-    return Routing(count, config.size("num_experts_per_tok", count, top_k))
+    return Routing(count, config.size(top_k_name, count, top_k))
 
 
 def expert_size(config: HfConfig, field: str, default: int) -> int:

@@ -55,7 +55,7 @@ class _SharedFeed(Generic[Packed, Step, Kv]):
     ) -> None:
         self._gate_up = ops.pack(weights.matrices["shared_gate_up"], None)
         self._down = ops.pack(weights.matrices["shared_down"], None)
-        self._switch_1E = weights.vectors.get("shared_switch_1E")
+        self._switch_1E = weights.vectors["shared_switch_1E"] if shared.gated else None
         self._ops, self._layer, self._activation = ops, layer, shared.activation
 
     def __call__(self, x_NE: Tensor) -> Tensor:
@@ -77,5 +77,5 @@ def _experts(feed: ExpertsFeed, weights: SublayerWeights) -> Experts:
         tuple(weights.matrices[gate_up_of(expert)] for expert in every),
         tuple(weights.matrices[down_of(expert)] for expert in every),
         feed.activation,
-        correction_X=weights.vectors.get("correction_X"),
+        correction_X=weights.vectors["correction"].flatten() if feed.correction_dims else None,
     )
