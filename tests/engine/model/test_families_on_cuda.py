@@ -18,6 +18,7 @@ from headrace.engine.model.cuda.listed import _WORDS, list_kernels
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
 
+EXPERTS = ("qwen3 experts", "qwen2 experts", "mixtral")
 SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
 
 
@@ -26,7 +27,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
 
 
-@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma3"])
+@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma3", *EXPERTS])
 def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
     async def run() -> list[Output]:
         async with open_engine(zoo.folder(family), "cuda", **SMALL) as engine:
