@@ -93,6 +93,11 @@ def rms_norm(at: SimpleNamespace) -> None:
     at.out.copy_(normed(value, at.weight, at.eps))
 
 
+def finish_norm(at: SimpleNamespace) -> None:
+    demand(at.squares.shape == (at.parts, at.rows) and len(at.x) == at.rows, "squares of another sum")
+    at.x.copy_(at.x.float() * torch.rsqrt(at.squares.sum(0) / at.size + at.eps)[:, None])
+
+
 def gated(both: Tensor) -> Tensor:
     gate, up = both.float().chunk(2, -1)
     return gate * torch.sigmoid(gate) * up
@@ -442,6 +447,7 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_prepare_kernel": prepare,
     "_norm_rope_kernel": norm_rope,
     "_rms_norm_kernel": rms_norm,
+    "_finish_norm_kernel": finish_norm,
     "_activate_mul_kernel": activate_mul,
     "_group_kernel": group,
     "_enter_kernel": enter,

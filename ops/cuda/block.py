@@ -197,6 +197,8 @@ class CudaOps:
             fused.rms_norm(x_NE, norm_E, self.eps, normed_NE, pdl=self.pdl)
             return normed_NE, x_NE
         if pending is not None:
+            if isinstance(pending, Squares):
+                self.note(self._norm)
             return pending.normed(x_NE, total_NE, norm_E, self.eps), total_NE
         self.note(self._norm)
         fused.add_rms_norm(x_NE, total_NE, norm_E, self.eps, pdl=self.pdl)
@@ -235,7 +237,7 @@ class CudaOps:
         """Return the stream with the product added, times the norm's weight, by a kernel that does all at once."""
         out_NE = torch.empty_like(total_NE)
         shape = total_NE.shape[1] // SQUARED, len(x_NI)
-        squares = Squares(torch.empty(shape, dtype=torch.float32, device=x_NI.device))
+        squares = Squares(torch.empty(shape, dtype=torch.float32, device=x_NI.device), self.pdl)
         packed.run(chosen, x_NI, out_NE, None, Residual(total_NE, norm_E, squares), updates)
         return Stream(out_NE, total_NE, squares)
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from commit import chosen, head
+from stored_codes import FORMATS, label
 
 pytest.importorskip("triton")
 
@@ -146,9 +148,9 @@ def check_dense():
         print(rows)
 
 
-def check_codes(first):
+def check_codes(names):
     experts = 3
-    for number, format in list(enumerate(FORMATS))[first::3]:
+    for number, format in enumerate(format for format in FORMATS if label(format) in names):
         hidden = size = whole(format, 128)  # small: nested functions take the interpreter long
         ups, downs = (
             [in_codes(random_weight(format, *shape), torch.bfloat16) for _ in range(experts)]
@@ -159,25 +161,32 @@ def check_codes(first):
         is_ordered = up.kind is None and ups[0].format.name.endswith("ordered")
         if up.kind is None and not is_ordered:
             continue
-        for rows in ((1, 17), (2, 7))[number % 2]:
+        for rows in (1, 7) if number % 2 else (2, 17):
             x, router = torch.randn(rows, hidden).bfloat16(), torch.randn(experts, hidden)
             weights = ExpertWeights(Routing(experts, 2), router, None, None, up, down, "silu", None, None)
             check_sums(x, weights, 2**-6)
         print(label(format), flush=True)
 
 
-part = int(sys.argv[1])
-check_choices() if part == 0 else check_dense() if part == 1 else check_codes(part - 2)
+part, *names = sys.argv[1:]
+check_choices() if part == "choices" else check_dense() if part == "dense" else check_codes(names)
 """
+COMMIT = head(Path(__file__).parent)
 
 
-@pytest.mark.parametrize(("part", "lines"), [(0, 4), (1, 7), (2, 4), (3, 4), (4, 4)])
-def test_kernels_of_experts_compute_what_route_and_loops_do(part: int, lines: int) -> None:
-    """Choices and their lists, dense experts, and formats in codes in a few processes, each with some of them."""
+def some_formats() -> list[str]:
+    """Names of formats, of which the commit chooses a few: the interpreter takes seconds for each."""
+    names = [label(format) for format in FORMATS]
+    return names if os.environ.get("HEADRACE_MATRIX") == "all" else chosen(names, 5, COMMIT)
+
+
+@pytest.mark.parametrize(("part", "lines"), [("choices", 4), ("dense", 7), ("codes", 2)])
+def test_kernels_of_experts_compute_what_route_and_loops_do(part: str, lines: int) -> None:
+    """Choices and their lists, dense experts, and experts in codes, in a process each."""
     tests = str(Path(__file__).parents[1])
     path = os.pathsep.join((tests, os.environ.get("PYTHONPATH", "")))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-c", SCRIPT, str(part)]
+    command = [sys.executable, "-c", SCRIPT, part, *some_formats()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(done.stdout.splitlines()) >= lines

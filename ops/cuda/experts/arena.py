@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from headrace.ops.cuda.codes.kinds import Kind
 from headrace.ops.cuda.codes.layout import CodeLayout, codes_of
 from headrace.ops.formats import Dense, Stored
 
@@ -18,10 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.ops.cuda.codes.kinds import Kind
     from headrace.ops.cuda.codes.layout import Codes
 
-__all__ = ["Arena", "CodePitches", "arena_of", "kind_of_experts"]
+__all__ = ["Arena", "CodePitches", "arena_of", "common_kind", "kind_of_experts"]
 
 
 class CodePitches(NamedTuple):
@@ -44,7 +44,7 @@ class Arena(NamedTuple):
     pitch: int | CodePitches
     """Distance from an expert to the next, in elements: of a dense weight, or of each part of codes."""
     kept: tuple[Tensor, ...]
-    """Tensors that hold the memory."""
+    """What holds the memory."""
 
     @property
     def kind(self) -> Kind | None:
@@ -52,12 +52,25 @@ class Arena(NamedTuple):
         return None if isinstance(self.first, torch.Tensor) else self.first.kind
 
 
+def common_kind(kinds: Sequence[Kind | str]) -> Kind | str:
+    """Return the kind of codes of all experts by that of each, or why there is none, in words."""
+    for kind in kinds:
+        if isinstance(kind, str):
+            return kind
+    if len(set(kinds)) > 1:
+        return f"takes one kind of codes for all experts of a layer, not {len(set(kinds))}"
+    if isinstance(kinds[0], Kind) and kinds[0].ordered:
+        return "takes columns in the order of the inputs"
+    return kinds[0]
+
+
 def kind_of_experts(weights: Sequence[Stored]) -> Kind | None:
     """Return the kind of codes that all experts have; None where they are dense, or become so."""
-    formats = {weight.format for weight in weights}
-    format = next(iter(formats))
-    is_common = len(formats) == 1 and isinstance(format, CodeLayout) and not format.kind.ordered
-    return format.kind if is_common and isinstance(format, CodeLayout) else None
+    layouts = {weight.format for weight in weights if isinstance(weight.format, CodeLayout)}
+    if len(layouts) != 1 or not all(isinstance(weight.format, CodeLayout) for weight in weights):
+        return None
+    kind = common_kind([layout.kind for layout in layouts])
+    return kind if isinstance(kind, Kind) else None
 
 
 def arena_of(weights: Sequence[Stored], dtype: torch.dtype) -> Arena:
@@ -92,7 +105,8 @@ def _spaced(tensors: Sequence[Tensor]) -> tuple[Tensor, int, tuple[Tensor, ...]]
     pitch = places[1] - places[0] if len(places) > 1 else 0
     # Kernels read four words at once, whichever expert's they are.
     is_even = pitch % 16 == 0 and all(place == places[0] + pitch * expert for expert, place in enumerate(places))
-    if is_even and all(tensor.is_contiguous() for tensor in tensors):
+    is_one = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    if is_even and is_one and all(tensor.is_contiguous() for tensor in tensors):
         return tensors[0], pitch // size, tuple(tensors)
     room = -(-tensors[0].numel() * size // 16) * 16 // size
     copy = torch.empty(len(tensors), room, dtype=tensors[0].dtype, device=tensors[0].device)

@@ -185,7 +185,7 @@ def _lay_out(lists, column, known, chunks, experts, tile_rows, EXPERTS: tl.const
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "tile_rows", "padding_row"])
-def _choose_kernel(
+def _choose_experts_kernel(
     logits, correction, row_numbers, chosen, lists, rows, chunks, experts, tile_rows, padding_row, scale,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, SCORE: tl.constexpr,
     RENORMALISE: tl.constexpr, CORRECT: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
@@ -245,7 +245,7 @@ def _choose_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _fill_kernel(
+def _fill_experts_kernel(
     ids, lists, rows, experts,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -290,7 +290,7 @@ def choose(
     # What is not used is another tensor, which no kernel reads.
     used = lists or Lists(chosen.ids_NK, chosen.ids_NK, chosen.ids_NK, chosen.ids_NK, 0)
     correction = logits_NX if correction_X is None else correction_X
-    _choose_kernel[(chunks,)](
+    _choose_experts_kernel[(chunks,)](
         logits_NX, correction, chosen.ids_NK if padding is None else padding.rows_N, chosen, used,
         rows, chunks, experts, used.rows, 0 if padding is None else padding.row, routing.scale,
         ROWS=size, EXPERTS=padded, K=routing.top_k, RANKS=triton.next_power_of_2(routing.top_k), SCORE=routing.score,
@@ -300,7 +300,7 @@ def choose(
         BLOCK=1 if chunks == 1 else _BLOCK, PDL=pdl, num_warps=4 if size < _CHUNKS[-1] else 8, launch_pdl=pdl,
     )  # fmt: skip
     if lists is not None and chunks > 1:
-        _fill_kernel[(chunks,)](
+        _fill_experts_kernel[(chunks,)](
             chosen.ids_NK, lists, rows, experts, ROWS=size, EXPERTS=padded, K=routing.top_k, PDL=pdl,
             num_warps=4 if size < _CHUNKS[-1] else 8, launch_pdl=pdl,
         )  # fmt: skip

@@ -36,7 +36,7 @@ _BLOCKS = {16: 16, 32: 16, 64: 8}
 
 
 @triton.jit
-def _coded_tiles_kernel(
+def _coded_expert_tiles_kernel(
     x, memory, pitches, bias, chosen, lists, out, size_out, chunks, x_stride, out_stride,
     K: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
     KIND: tl.constexpr, UP: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -112,7 +112,7 @@ def coded_tile_products(
     kind = codes.kind
     is_up = activation is not None
     chunks, block = weight.shape[1] // kind.chunk, _BLOCKS[lists.rows]
-    _coded_tiles_kernel[(len(lists.tiles_T3), triton.cdiv(size_out, _LINES // (2 if is_up else 1)))](
+    _coded_expert_tiles_kernel[(len(lists.tiles_T3), triton.cdiv(size_out, _LINES // (2 if is_up else 1)))](
         x.view(torch.int32), memory_of(codes), weight.pitch, x if bias_XL is None else bias_XL, chosen, lists, out_PO,
         size_out, chunks, x.stride(0) // 2, out_PO.stride(0),
         K=chosen.ids_NK.shape[1], ROWS=lists.rows, LINES=_LINES, BLOCK=block, STEPS=triton.cdiv(chunks, block),

@@ -53,7 +53,7 @@ def _whole_sums(x, memory, line, chunks, BLOCK: tl.constexpr, STEPS: tl.constexp
 
 
 @triton.jit
-def _coded_up_kernel(
+def _coded_expert_up_kernel(
     x, memory, pitches, bias, ids, out, size_out, chunks, x_stride,
     K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -80,7 +80,7 @@ def _coded_up_kernel(
 
 
 @triton.jit
-def _coded_down_kernel(
+def _coded_expert_down_kernel(
     x, memory, pitches, bias, chosen, out, size_out, chunks,
     K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -131,7 +131,7 @@ def coded_vector_up(
     kind = codes.kind
     how, chunks = TILINGS[kind.bits], weight.shape[1] // kind.chunk
     block, outputs = min(how.block, triton.next_power_of_2(chunks)), how.lines // 2
-    _coded_up_kernel[(triton.cdiv(size_out, outputs), pairs)](
+    _coded_expert_up_kernel[(triton.cdiv(size_out, outputs), pairs)](
         x_NE.view(torch.int32), memory_of(codes), weight.pitch, x_NE if bias_XL is None else bias_XL, chosen.ids_NK,
         out_PF, size_out, chunks, x_NE.stride(0) // 2,
         K=chosen.ids_NK.shape[1], BLOCK_OUT=outputs, BLOCK=block, STEPS=triton.cdiv(chunks, block), KIND=kind,
@@ -157,7 +157,7 @@ def coded_vector_down(
     kind = codes.kind
     how, chunks = TILINGS[kind.bits], weight.shape[1] // kind.chunk
     block = min(how.block, triton.next_power_of_2(chunks))
-    _coded_down_kernel[(triton.cdiv(size_out, how.lines), rows)](
+    _coded_expert_down_kernel[(triton.cdiv(size_out, how.lines), rows)](
         x_PF.view(torch.int32), memory_of(codes), weight.pitch, x_PF if bias_XL is None else bias_XL, chosen, out_NE,
         size_out, chunks,
         K=chosen.ids_NK.shape[1], BLOCK_OUT=how.lines, BLOCK=block, STEPS=triton.cdiv(chunks, block), KIND=kind,

@@ -19,7 +19,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _combine_kernel(results, ids, out, size, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _combine_experts_kernel(results, ids, out, size, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -44,7 +44,7 @@ def combine(results_PE: Tensor, chosen: Chosen, out_NE: Tensor, *, pdl: bool = F
     """
     rows, size = out_NE.shape
     block = min(_BLOCK, triton.next_power_of_2(size))
-    _combine_kernel[(rows, triton.cdiv(size, block))](
+    _combine_experts_kernel[(rows, triton.cdiv(size, block))](
         results_PE, chosen.ids_NK, out_NE, size, K=chosen.ids_NK.shape[1], BLOCK=block, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -27,7 +27,7 @@ _ROWS, _EXPERTS, _INPUTS = 16, 16, 128
 
 
 @triton.jit
-def _vector_kernel(
+def _router_vector_kernel(
     x, router, bias, out, experts, size_in, x_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, BIAS: tl.constexpr,
     PDL: tl.constexpr,
@@ -54,7 +54,7 @@ def _vector_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _tile_kernel(
+def _router_tile_kernel(
     x, router, bias, out, rows, experts, size_in, x_stride,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -96,13 +96,13 @@ def router_logits(x_NE: Tensor, router_XE: Tensor, bias_X: Tensor | None, out_NX
     bias, has_bias = router_XE if bias_X is None else bias_X, bias_X is not None
     if rows <= VECTOR_ROWS:
         block = min(_MOST_INPUTS, triton.next_power_of_2(size_in))
-        _vector_kernel[(experts,)](
+        _router_vector_kernel[(experts,)](
             x_NE, router_XE, bias, out_NX, experts, size_in, x_NE.stride(0),
             ROWS=rows, COLUMNS=VECTOR_ROWS, BLOCK=block, STEPS=triton.cdiv(size_in, block), BIAS=has_bias, PDL=pdl,
             num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
         return
-    _tile_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(experts, _EXPERTS))](
+    _router_tile_kernel[(triton.cdiv(rows, _ROWS), triton.cdiv(experts, _EXPERTS))](
         x_NE, router_XE, bias, out_NX, rows, experts, size_in, x_NE.stride(0),
         ROWS=_ROWS, EXPERTS=_EXPERTS, BLOCK=_INPUTS, BIAS=has_bias, PDL=pdl,
         num_warps=4, num_stages=3, launch_pdl=pdl,

@@ -64,7 +64,7 @@ def source_and_target(chosen, lists, tile, K: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def _tiles_kernel(
+def _expert_tiles_kernel(
     x, weight, bias, chosen, lists, out, pitch, size_out, size_in, x_stride, out_stride,
     K: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
@@ -132,7 +132,7 @@ def tile_products(
     """
     size_out, size_in = out_PO.shape[1], weight.shape[1]
     is_up = activation is not None
-    _tiles_kernel[(len(lists.tiles_T3), triton.cdiv(size_out, how.lines // (2 if is_up else 1)))](
+    _expert_tiles_kernel[(len(lists.tiles_T3), triton.cdiv(size_out, how.lines // (2 if is_up else 1)))](
         x, weight.first, x if bias_XL is None else bias_XL, chosen, lists, out_PO, weight.pitch, size_out, size_in,
         x.stride(0), out_PO.stride(0),
         K=chosen.ids_NK.shape[1], ROWS=lists.rows, LINES=how.lines, BLOCK=how.block, UP=is_up, ACTIVATION=activation,

@@ -42,7 +42,7 @@ _MOST_OUTPUTS: Final = 4
 
 
 @triton.jit
-def _up_kernel(
+def _expert_up_kernel(
     x, weight, bias, ids, out, pitch, size_out, size_in, x_stride,
     K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -108,7 +108,7 @@ def vector_up(
     """
     (pairs, size_out), size_in = out_PF.shape, x_NE.shape[1]
     how = how or vector_up_tiling(size_in)
-    _up_kernel[(triton.cdiv(size_out, how.outputs), pairs)](
+    _expert_up_kernel[(triton.cdiv(size_out, how.outputs), pairs)](
         x_NE, weight.first, x_NE if bias_XL is None else bias_XL, chosen.ids_NK, out_PF, weight.pitch, size_out,
         size_in, x_NE.stride(0),
         K=chosen.ids_NK.shape[1], BLOCK_OUT=how.outputs, BLOCK=how.block, STEPS=triton.cdiv(size_in, how.block),
@@ -117,7 +117,7 @@ def vector_up(
 
 
 @triton.jit
-def _down_kernel(
+def _expert_down_kernel(
     x, weight, bias, chosen, out, pitch, size_out, size_in,
     K: tl.constexpr, RANKS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -172,7 +172,7 @@ def vector_down(
     """
     (rows, size_out), size_in, ranks = out_NE.shape, x_PF.shape[1], chosen.ids_NK.shape[1]
     how = how or vector_down_tiling(size_in, ranks)
-    _down_kernel[(triton.cdiv(size_out, how.outputs), rows)](
+    _expert_down_kernel[(triton.cdiv(size_out, how.outputs), rows)](
         x_PF, weight.first, x_PF if bias_XL is None else bias_XL, chosen, out_NE, weight.pitch, size_out, size_in,
         K=ranks, RANKS=triton.next_power_of_2(ranks), BLOCK_OUT=how.outputs, BLOCK=how.block,
         STEPS=triton.cdiv(size_in, how.block), BIAS=bias_XL is not None, PDL=pdl,
