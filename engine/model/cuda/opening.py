@@ -220,8 +220,8 @@ def checked_arch(config: EngineConfig, spec: DecoderSpec, device: torch.device, 
         InvalidParams: An option does not fit the model or the device.
     """
     if (routing := routing_of(spec)) is not None:
-        limit = "dense feeds on a GPU; device='cpu' computes experts"
-        refuse(spec.architecture, "the number of experts", routing.experts, limit)
+        supported = "dense feeds on a GPU; device='cpu' computes experts"
+        refuse(spec.architecture, "the number of experts", routing.experts, supported)
     arch = _arch(config, device)
     _check_attention(config, spec, arch, kernels)
     for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, PAGE_SIZE)):
