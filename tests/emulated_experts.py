@@ -62,7 +62,7 @@ class EmulatedExpertsRun:
 
 def mixed(x: Tensor, ids: Tensor, shares: Tensor, weights: Any) -> Tensor:
     """The sums of the experts' results, in the dtype of `x`; what a kernel keeps in bfloat16 is rounded to it."""
-    total = torch.zeros(len(x), weights.down.shape[0], dtype=x.dtype)
+    total = torch.zeros(len(x), weights.down.shape[0], dtype=x.dtype, device=x.device)
     for rank in range(ids.shape[1]):
         for expert in ids[:, rank].unique().tolist():
             rows = (ids[:, rank] == expert) & (shares[:, rank] != 0)

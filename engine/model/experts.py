@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Final, Literal
 
 from headrace.engine.model.roles import Fused, Part, matrix
@@ -49,21 +51,27 @@ class ExpertsFeed(FeedSpec):
 
     def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
         """Return the router's product, those of each expert, and those of the shared one."""
-        count = self.routing.experts
-        found = {ROUTER: replace(matrix(hidden_size, router=count), in_float32=True)}
-        if self.correction_dims:
-            rows, columns = (count, None) if self.correction_dims == 1 else (1, count)
-            found["correction"] = Fused((Part("correction.e_score_correction_bias", rows),), columns, in_float32=True)
-        gate_up = matrix(hidden_size, expert_gate=self.size, expert_up=self.size)
-        down = matrix(self.size, expert_down=hidden_size)
-        found.update((gate_up_of(expert), gate_up.of_expert(expert)) for expert in range(count))
-        found.update((down_of(expert), down.of_expert(expert)) for expert in range(count))
-        if self.shared is not None:
-            found["shared_gate_up"] = matrix(hidden_size, shared_gate=self.shared.size, shared_up=self.shared.size)
-            found["shared_down"] = matrix(self.shared.size, shared_down=hidden_size)
-            if self.shared.gated:
-                found["shared_switch_1E"] = replace(matrix(hidden_size, shared_switch=1), in_float32=True)
-        return found
+        return _parameters(self, hidden_size)
+
+
+@lru_cache(maxsize=8)
+def _parameters(feed: ExpertsFeed, hidden_size: int) -> Mapping[str, Fused]:
+    """Return the parameters of a feed: hundreds, which the layers of a model have alike."""
+    count, shared = feed.routing.experts, feed.shared
+    found = {ROUTER: replace(matrix(hidden_size, router=count), in_float32=True)}
+    if feed.correction_dims:
+        rows, columns = (count, None) if feed.correction_dims == 1 else (1, count)
+        found["correction"] = Fused((Part("correction.e_score_correction_bias", rows),), columns, in_float32=True)
+    gate_up = matrix(hidden_size, expert_gate=feed.size, expert_up=feed.size)
+    down = matrix(feed.size, expert_down=hidden_size)
+    found.update((gate_up_of(expert), gate_up.of_expert(expert)) for expert in range(count))
+    found.update((down_of(expert), down.of_expert(expert)) for expert in range(count))
+    if shared is not None:
+        found["shared_gate_up"] = matrix(hidden_size, shared_gate=shared.size, shared_up=shared.size)
+        found["shared_down"] = matrix(shared.size, shared_down=hidden_size)
+        if shared.gated:
+            found["shared_switch_1E"] = replace(matrix(hidden_size, shared_switch=1), in_float32=True)
+    return MappingProxyType(found)
 
 
 def gate_up_of(expert: int) -> str:

@@ -23,7 +23,7 @@ from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.layers import FEEDS
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
 from headrace.engine.model.roles import Fused, matrix
-from headrace.engine.model.spec import Attention, DenseFeed, FeedSpec, LayerSpec, Norms
+from headrace.engine.model.spec import Attention, FeedSpec, LayerSpec, Norms
 from headrace.ops.stream import Stream
 
 ROLES = {
@@ -95,4 +95,4 @@ def test_a_feed_that_nothing_computes_is_refused_by_name() -> None:
     weights = load_weights("random", spec, dtype=torch.float32, device="cpu")
     with pytest.raises(ModelRejected, match="the feed of a layer is TwoExperts") as caught:
         Decoder(spec, weights, ops)
-    assert caught.value.limit == DenseFeed.__name__
+    assert caught.value.limit == ", ".join(kind.__name__ for kind in FEEDS)

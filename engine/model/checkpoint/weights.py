@@ -174,6 +174,8 @@ class _Random:
         return self._filled(fused, self.empty(fused.shape, dtype))
 
     def _filled(self, fused: Fused, out: Tensor) -> Tensor:
+        if out.is_meta:
+            return out
         return out.fill_(1.0) if fused.is_norm else out.normal_(0.0, _INIT_STD, generator=self.generator)
 
     def weight(self, fused: Fused) -> Stored:

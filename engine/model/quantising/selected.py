@@ -13,6 +13,8 @@ from headrace.ops.quantised import Fp8, IntGroups
 
 __all__ = ["Module", "Selection", "select"]
 
+_NEVER = "router"
+"""Role of the matrix that chooses experts, which is small and decides much."""
 _WEIGHT = ".weight"
 
 
@@ -54,7 +56,7 @@ class Selection:
 
 
 def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symmetric: bool) -> Selection:
-    """Return which linear layers of a decoder are quantised: all within the layers but routers, which decide much.
+    """Return which linear layers of a decoder are quantised: all within the layers but routers.
 
     Norms, embeddings and a head that is the table of embeddings never are.
 
@@ -74,7 +76,7 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symme
             format = format_for(method, size_in, symmetric=symmetric)
             if is_head and not head:
                 ignored[name] = "the output head"
-            elif fused.in_float32:
+            elif fused.in_float32 or part.role.startswith(_NEVER):
                 ignored[name] = "a router"
             elif format is None:
                 odd[name] = f"{size_in} inputs are no whole groups of {', '.join(map(str, GROUPS))}"
