@@ -24,7 +24,7 @@ from stored_codes import FORMATS, label, random_weight, whole
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.cuda.experts.arena import arena_of, kind_of_experts
-from headrace.ops.cuda.experts.choose import allocate_chosen, allocate_lists, choose, most_tiles
+from headrace.ops.cuda.experts.choose import allocate_choices, allocate_lists, choose, most_tiles
 from headrace.ops.cuda.experts.logits import router_logits
 from headrace.ops.cuda.experts.registry import ExpertWeights, Padding
 from headrace.ops.cuda.experts.running import TileExpertsRun, VectorExpertsRun
@@ -75,7 +75,7 @@ def check_choices():
             assert (logits - truth).abs().max() < 5e-5
             if rows == 16:
                 logits = logits.round()  # equal ones: the lower number comes first
-            want, chosen = route(logits, routing, correction), allocate_chosen(rows, routing, CPU)
+            want, chosen = route(logits, routing, correction), allocate_choices(rows, routing, CPU)
             lists = None if rows <= 4 else allocate_lists(rows, routing, 16, torch.zeros(2, dtype=torch.int32))
             numbers = torch.arange(rows, dtype=torch.int32)
             padding = Padding(torch.where(numbers % 5 == 1, 99, numbers), 99) if rows in (3, 17, 65) else None
@@ -86,7 +86,7 @@ def check_choices():
             if lists is not None:
                 check_lists(chosen.ids_NK, lists, experts)
         print(routing.score)
-    routing, chosen = Routing(6, 3), allocate_chosen(2, Routing(6, 3), CPU)
+    routing, chosen = Routing(6, 3), allocate_choices(2, Routing(6, 3), CPU)
     choose(torch.full((2, 6), torch.nan), routing, None, chosen)
     assert chosen.ids_NK.tolist() == [[0, 1, 2]] * 2, "logits that are no numbers choose experts all the same"
     assert most_tiles(128, 128, 16) == 128 and most_tiles(2048, 8, 64) == 39

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.experts.registry import Padding
     from headrace.ops.routing import Routing
 
-__all__ = ["Chosen", "Lists", "allocate_chosen", "allocate_lists", "choose", "most_tiles"]
+__all__ = ["Choices", "Lists", "allocate_choices", "allocate_lists", "choose", "most_tiles"]
 
 _LISTED: Final = 512
 _CHUNKS: Final = (4, 16, 64)
@@ -34,7 +34,7 @@ _LOWEST: Final = tl.constexpr(-3.0e38)
 """Stands for a score that is no number, so that an expert is chosen all the same."""
 
 
-class Chosen(NamedTuple):
+class Choices(NamedTuple):
     """The experts of each token, the best first."""
 
     ids_NK: Tensor
@@ -64,10 +64,10 @@ def most_tiles(pairs: int, experts: int, rows: int) -> int:
     return (pairs + hit * (rows - 1)) // rows
 
 
-def allocate_chosen(rows: int, routing: Routing, device: torch.device) -> Chosen:
+def allocate_choices(rows: int, routing: Routing, device: torch.device) -> Choices:
     """Return memory for the choices of `rows` tokens."""
     shape = (rows, routing.top_k)
-    return Chosen(
+    return Choices(
         torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=torch.float32, device=device)
     )
 
@@ -267,7 +267,7 @@ def choose(
     logits_NX: Tensor,
     routing: Routing,
     correction_X: Tensor | None,
-    chosen: Chosen,
+    chosen: Choices,
     lists: Lists | None = None,
     *,
     padding: Padding | None = None,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda.experts.arena import Arena
-    from headrace.ops.cuda.experts.choose import Chosen, Lists
+    from headrace.ops.cuda.experts.choose import Choices, Lists
     from headrace.ops.routing import ExpertActivation
 
 __all__ = ["MOST_ROWS", "coded_tile_products"]
@@ -88,7 +88,7 @@ def coded_tile_products(
     x: Tensor,
     weight: Arena,
     bias_XL: Tensor | None,
-    chosen: Chosen,
+    chosen: Choices,
     lists: Lists,
     out_PO: Tensor,
     *,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda.experts.arena import Arena
-    from headrace.ops.cuda.experts.choose import Chosen
+    from headrace.ops.cuda.experts.choose import Choices
     from headrace.ops.routing import ExpertActivation
 
 __all__ = ["coded_vector_down", "coded_vector_up"]
@@ -58,7 +58,7 @@ def _coded_expert_up_kernel(
     K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.program_id(1)
+    pair = tl.program_id(0)
     own = tl.arange(0, 2 * BLOCK_OUT)  # a gate's line, then its up's
     if PDL:
         gdc_launch_dependents()
@@ -66,7 +66,7 @@ def _coded_expert_up_kernel(
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
         return
-    line = tl.minimum(tl.program_id(0) * BLOCK_OUT + own // 2, size_out - 1) + own % 2 * size_out
+    line = tl.minimum(tl.program_id(1) * BLOCK_OUT + own // 2, size_out - 1) + own % 2 * size_out
     line = line.to(tl.int64)
     memory = of_expert(memory, pitches, expert)
     row = x + (pair // K).to(tl.int64) * x_stride
@@ -74,7 +74,7 @@ def _coded_expert_up_kernel(
     if BIAS:
         total += tl.load(bias + expert * (2 * size_out) + line)
     gate, up = halves(total, BLOCK_OUT, 1)
-    feature = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
+    feature = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
     result = activated(gate, up, ACTIVATION)
     tl.store(out + pair * size_out + feature, result.to(out.dtype.element_ty), mask=feature < size_out)
 
@@ -85,8 +85,8 @@ def _coded_expert_down_kernel(
     K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, KIND: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1)
-    feature = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = tl.program_id(0)
+    feature = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -109,7 +109,7 @@ def coded_vector_up(
     x_NE: Tensor,
     weight: Arena,
     bias_XL: Tensor | None,
-    chosen: Chosen,
+    chosen: Choices,
     out_PF: Tensor,
     activation: ExpertActivation,
     *,
@@ -131,7 +131,7 @@ def coded_vector_up(
     kind = codes.kind
     how, chunks = TILINGS[kind.bits], weight.shape[1] // kind.chunk
     block, outputs = min(how.block, triton.next_power_of_2(chunks)), how.lines // 2
-    _coded_expert_up_kernel[(triton.cdiv(size_out, outputs), pairs)](
+    _coded_expert_up_kernel[(pairs, triton.cdiv(size_out, outputs))](
         x_NE.view(torch.int32), memory_of(codes), weight.pitch, x_NE if bias_XL is None else bias_XL, chosen.ids_NK,
         out_PF, size_out, chunks, x_NE.stride(0) // 2,
         K=chosen.ids_NK.shape[1], BLOCK_OUT=outputs, BLOCK=block, STEPS=triton.cdiv(chunks, block), KIND=kind,
@@ -140,7 +140,7 @@ def coded_vector_up(
 
 
 def coded_vector_down(
-    x_PF: Tensor, weight: Arena, bias_XL: Tensor | None, chosen: Chosen, out_NE: Tensor, *, pdl: bool = False
+    x_PF: Tensor, weight: Arena, bias_XL: Tensor | None, chosen: Choices, out_NE: Tensor, *, pdl: bool = False
 ) -> None:
     """Compute the weighted sum of the results of each token's experts, as `vector_down` of vector.py does.
 
@@ -157,7 +157,7 @@ def coded_vector_down(
     kind = codes.kind
     how, chunks = TILINGS[kind.bits], weight.shape[1] // kind.chunk
     block = min(how.block, triton.next_power_of_2(chunks))
-    _coded_expert_down_kernel[(triton.cdiv(size_out, how.lines), rows)](
+    _coded_expert_down_kernel[(rows, triton.cdiv(size_out, how.lines))](
         x_PF.view(torch.int32), memory_of(codes), weight.pitch, x_PF if bias_XL is None else bias_XL, chosen, out_NE,
         size_out, chunks,
         K=chosen.ids_NK.shape[1], BLOCK_OUT=how.lines, BLOCK=block, STEPS=triton.cdiv(chunks, block), KIND=kind,

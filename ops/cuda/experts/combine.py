@@ -11,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.experts.choose import Chosen
+    from headrace.ops.cuda.experts.choose import Choices
 
 __all__ = ["combine"]
 
@@ -33,7 +33,7 @@ def _combine_experts_kernel(results, ids, out, size, K: tl.constexpr, BLOCK: tl.
     tl.store(out + row * size + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
-def combine(results_PE: Tensor, chosen: Chosen, out_NE: Tensor, *, pdl: bool = False) -> None:
+def combine(results_PE: Tensor, chosen: Choices, out_NE: Tensor, *, pdl: bool = False) -> None:
     """Compute the sums of the results of each token's pairs, in float32; zeros for tokens without experts.
 
     Args:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from headrace.ops.cuda.experts.choose import allocate_chosen, allocate_lists, choose
+from headrace.ops.cuda.experts.choose import allocate_choices, allocate_lists, choose
 from headrace.ops.cuda.experts.coded_tiles import MOST_ROWS, coded_tile_products
 from headrace.ops.cuda.experts.coded_vector import coded_vector_down, coded_vector_up
 from headrace.ops.cuda.experts.combine import combine
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda.experts.arena import Arena
-    from headrace.ops.cuda.experts.choose import Chosen, Lists
+    from headrace.ops.cuda.experts.choose import Choices, Lists
     from headrace.ops.cuda.experts.registry import ExpertWeights, Padding
     from headrace.ops.cuda.products.registry import ProductRoom
     from headrace.ops.routing import ExpertActivation
@@ -54,7 +54,7 @@ class VectorExpertsRun(_Run):
         """Enqueue logits, choices, gates and ups, and the sums of downs."""
         pdl, routing, (up, down) = self._pdl, weights.routing, (weights.gate_up, weights.down)
         logits_NX = self._logits(x_NE, weights)
-        chosen = allocate_chosen(len(x_NE), routing, x_NE.device)
+        chosen = allocate_choices(len(x_NE), routing, x_NE.device)
         self._room.chain.note(self._rest)
         choose(logits_NX, routing, weights.correction_X, chosen, padding=padding, pdl=pdl)
         act_PF = torch.empty(chosen.ids_NK.numel(), down.shape[1], dtype=x_NE.dtype, device=x_NE.device)
@@ -76,7 +76,7 @@ class TileExpertsRun(_Run):
         """Enqueue logits, choices with their lists, gates and ups, downs, and the sums."""
         pdl, routing, device = self._pdl, weights.routing, x_NE.device
         logits_NX = self._logits(x_NE, weights)
-        chosen = allocate_chosen(len(x_NE), routing, device)
+        chosen = allocate_choices(len(x_NE), routing, device)
         pairs = chosen.ids_NK.numel()
         rows = tile_rows(pairs, routing.experts, self._room.scratch.arch.tuning)
         if weights.gate_up.kind is not None or weights.down.kind is not None:
@@ -97,7 +97,7 @@ class TileExpertsRun(_Run):
         x: Tensor,
         weight: Arena,
         bias_XL: Tensor | None,
-        chosen: Chosen,
+        chosen: Choices,
         lists: Lists,
         out_PO: Tensor,
         activation: ExpertActivation | None = None,

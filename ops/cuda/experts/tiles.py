@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.experts.arena import Arena
-    from headrace.ops.cuda.experts.choose import Chosen, Lists
+    from headrace.ops.cuda.experts.choose import Choices, Lists
     from headrace.ops.cuda.tuning.table import Tuning
     from headrace.ops.routing import ExpertActivation
 
-__all__ = ["Tiling", "source_and_target", "tile_products", "tile_rows", "tiling"]
+__all__ = ["ExpertTiling", "source_and_target", "tile_products", "tile_rows", "tiling"]
 
 
-class Tiling(NamedTuple):
+class ExpertTiling(NamedTuple):
     """The work of a program; sizes are powers of two."""
 
     lines: int
@@ -109,10 +109,10 @@ def tile_products(
     x: Tensor,
     weight: Arena,
     bias_XL: Tensor | None,
-    chosen: Chosen,
+    chosen: Choices,
     lists: Lists,
     out_PO: Tensor,
-    how: Tiling,
+    how: ExpertTiling,
     *,
     activation: ExpertActivation | None = None,
     pdl: bool = False,
@@ -146,8 +146,8 @@ def tile_rows(pairs: int, experts: int, tuning: Tuning) -> int:
     return next(rows for most, rows in tuning.expert_tile_rows if pairs <= most * experts)
 
 
-def tiling(rows: int, arch: Arch) -> Tiling:
+def tiling(rows: int, arch: Arch) -> ExpertTiling:
     """Return the division of a product with tiles of `rows` rows; not measured."""
     lines, block, warps = (64, 128, 4) if rows <= 32 else (128, 64, 4) if rows <= 64 else (128, 64, 8)
     stages = (arch.shared_bytes - _RESERVED) // (2 * block * (lines + rows))
-    return Tiling(lines, block, warps, min(_MOST_STAGES, stages))
+    return ExpertTiling(lines, block, warps, min(_MOST_STAGES, stages))

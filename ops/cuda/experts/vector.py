@@ -1,8 +1,9 @@
 """`vector_up` and `vector_down`: products of few tokens with the weights of their experts on CUDA (Triton).
 
 Without tensor cores and without lists: a program reads the number of a token's expert, and then its weights. The second
-product adds the results of a token's experts at once, so that nothing is left to combine. What several tokens choose is
-read for each of them. Letters as in tiles.py; F gates of an expert.
+product adds the results of a token's experts at once, so that nothing is left to combine. Where several tokens choose
+an expert, programs that read the same of it are neighbours, and all but one find it in the L2 cache. Letters as in
+tiles.py; F gates of an expert.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.ops.cuda.experts.arena import Arena
-    from headrace.ops.cuda.experts.choose import Chosen
+    from headrace.ops.cuda.experts.choose import Choices
     from headrace.ops.routing import ExpertActivation
 
-__all__ = ["VectorTiling", "vector_down", "vector_down_tiling", "vector_up", "vector_up_tiling"]
+__all__ = ["ExpertVectorTiling", "vector_down", "vector_down_tiling", "vector_up", "vector_up_tiling"]
 
 
-class VectorTiling(NamedTuple):
+class ExpertVectorTiling(NamedTuple):
     """The work of a program; sizes are powers of two."""
 
     outputs: int
@@ -47,8 +48,8 @@ def _expert_up_kernel(
     K: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.program_id(1)
-    feature = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    pair = tl.program_id(0)
+    feature = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     inner = tl.arange(0, BLOCK)
     if PDL:
         gdc_launch_dependents()
@@ -87,12 +88,12 @@ def vector_up(
     x_NE: Tensor,
     weight: Arena,
     bias_XL: Tensor | None,
-    chosen: Chosen,
+    chosen: Choices,
     out_PF: Tensor,
     activation: ExpertActivation,
     *,
     pdl: bool = False,
-    how: VectorTiling | None = None,
+    how: ExpertVectorTiling | None = None,
 ) -> None:
     """Compute activation(gate) * up of each pair.
 
@@ -108,7 +109,7 @@ def vector_up(
     """
     (pairs, size_out), size_in = out_PF.shape, x_NE.shape[1]
     how = how or vector_up_tiling(size_in)
-    _expert_up_kernel[(triton.cdiv(size_out, how.outputs), pairs)](
+    _expert_up_kernel[(pairs, triton.cdiv(size_out, how.outputs))](
         x_NE, weight.first, x_NE if bias_XL is None else bias_XL, chosen.ids_NK, out_PF, weight.pitch, size_out,
         size_in, x_NE.stride(0),
         K=chosen.ids_NK.shape[1], BLOCK_OUT=how.outputs, BLOCK=how.block, STEPS=triton.cdiv(size_in, how.block),
@@ -122,8 +123,8 @@ def _expert_down_kernel(
     K: tl.constexpr, RANKS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1)
-    feature = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = tl.program_id(0)
+    feature = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     inner = tl.arange(0, BLOCK)
     rank = tl.arange(0, RANKS)
     if PDL:
@@ -153,11 +154,11 @@ def vector_down(
     x_PF: Tensor,
     weight: Arena,
     bias_XL: Tensor | None,
-    chosen: Chosen,
+    chosen: Choices,
     out_NE: Tensor,
     *,
     pdl: bool = False,
-    how: VectorTiling | None = None,
+    how: ExpertVectorTiling | None = None,
 ) -> None:
     """Compute the weighted sum of the results of each token's experts; zeros for a token without any.
 
@@ -172,7 +173,7 @@ def vector_down(
     """
     (rows, size_out), size_in, ranks = out_NE.shape, x_PF.shape[1], chosen.ids_NK.shape[1]
     how = how or vector_down_tiling(size_in, ranks)
-    _expert_down_kernel[(triton.cdiv(size_out, how.outputs), rows)](
+    _expert_down_kernel[(rows, triton.cdiv(size_out, how.outputs))](
         x_PF, weight.first, x_PF if bias_XL is None else bias_XL, chosen, out_NE, weight.pitch, size_out, size_in,
         K=ranks, RANKS=triton.next_power_of_2(ranks), BLOCK_OUT=how.outputs, BLOCK=how.block,
         STEPS=triton.cdiv(size_in, how.block), BIAS=bias_XL is not None, PDL=pdl,
@@ -180,14 +181,14 @@ def vector_down(
     )  # fmt: skip
 
 
-def vector_up_tiling(size_in: int) -> VectorTiling:
+def vector_up_tiling(size_in: int) -> ExpertVectorTiling:
     """Return the division of the first product; not measured."""
     block = min(_MOST_UP // 2, triton.next_power_of_2(size_in))
-    return VectorTiling(min(_MOST_OUTPUTS, _MOST_UP // block), block, 8)
+    return ExpertVectorTiling(min(_MOST_OUTPUTS, _MOST_UP // block), block, 8)
 
 
-def vector_down_tiling(size_in: int, ranks: int) -> VectorTiling:
+def vector_down_tiling(size_in: int, ranks: int) -> ExpertVectorTiling:
     """Return the division of the second product; not measured."""
     ranks = triton.next_power_of_2(ranks)
     block = min(_MOST_DOWN // (2 * ranks), triton.next_power_of_2(size_in))
-    return VectorTiling(min(_MOST_OUTPUTS, _MOST_DOWN // (ranks * block)), block, 8)
+    return ExpertVectorTiling(min(_MOST_OUTPUTS, _MOST_DOWN // (ranks * block)), block, 8)

@@ -176,11 +176,11 @@ def resolve(kernels: Sequence[ProductKernel], arch: Arch, weight: WeightShape) -
     return Resolved(chosen, refused)
 
 
-def spans_of(able: Iterable[tuple[range, ProductKernel]]) -> list[tuple[range, ProductKernel]]:
+def spans_of(able: Iterable[tuple[range, T]]) -> list[tuple[range, T]]:
     """Return disjoint ranges, each with the first kernel whose rows hold it."""
     known = [(rows, kernel) for rows, kernel in able if rows]
     ends = sorted({end for rows, _ in known for end in (rows.start, rows.stop)})
-    spans: list[tuple[range, ProductKernel]] = []
+    spans: list[tuple[range, T]] = []
     for start, stop in zip(ends, ends[1:], strict=False):
         first = next((kernel for rows, kernel in known if start in rows), None)
         if first is None:
