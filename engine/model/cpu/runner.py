@@ -74,6 +74,7 @@ class _Sizes(TypedDict):
     sin: Tensor
     window: int | None
     scale: float | None
+    early: tuple[Tensor, Tensor] | None
 
 
 def cpu_ops(
@@ -102,13 +103,17 @@ def cpu_ops(
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is of no
             variant in `variants`.
     """
+
+    def table(attention: Attention, rope: int) -> tuple[Tensor, Tensor]:
+        return rotation_table(spec.ropes[rope], attention, max_positions, torch.device("cpu"))
+
     found: dict[MixerSpec, CpuOps] = {}
     for attention in spec.attention_kinds:
         variant = variants.get(attention.scores)
         if variant is None and attention.scores != Attention.scores:
             known = ", ".join((Attention.scores, *variants))
             refuse(spec.architecture, "the scores of a layer's attention", attention.scores, known)
-        cos, sin = rotation_table(spec.ropes[attention.rope], max_positions, attention.head_dim, torch.device("cpu"))
+        cos, sin = table(attention, attention.rope)
         sizes: _Sizes = {
             "heads": attention.heads,
             "kv_heads": attention.kv_heads,
@@ -119,6 +124,7 @@ def cpu_ops(
             "sin": sin,
             "window": attention.window,
             "scale": attention.scale,
+            "early": None if attention.early_rope is None else table(attention, attention.early_rope),
         }
         if context is not None:
             found[attention] = NativeOps(context, **sizes, dtype=dtype)
