@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headrace.adapters.errors import ModelRejected
 from headrace.adapters.folder import described, open_adapter, parse_description
+from headrace.adapters.heads import order_heads, ordered
 from headrace.adapters.layout import ModelShape
 from headrace.adapters.loaded import LoadedAdapter, Stamp
 from headrace.adapters.peft_config import WEIGHTS_FILE, PeftConfig
@@ -140,12 +141,15 @@ def _read_virtual(
     if config.kind == "prompt":
         return LoadedAdapter(recipe.layout, block, given_PX, None, digest)
     given = given_PX.view(count, shape.num_layers, 2 * shape.num_kv_heads, shape.head_dim)
-    return LoadedAdapter(recipe.layout, block, None, given.transpose(0, 1).contiguous(), digest)
+    keys, values = given.transpose(0, 1).tensor_split(2, 2)
+    return LoadedAdapter(recipe.layout, block, None, torch.cat((ordered(keys, shape), values), 2), digest)
 
 
 def _loaded(stored: Stored, digest: bytes, *, unpacked: bool) -> LoadedAdapter:
     with _short_of_memory():
         block = stored.unpack() if unpacked else stored
+        if isinstance(block, Tensor):
+            order_heads(block, stored.recipe.layout)
     return LoadedAdapter(stored.recipe.layout, block, None, None, digest)
 
 

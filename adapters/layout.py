@@ -56,6 +56,8 @@ class ModelShape:
     vocab_size: int
     virtual_scale: float = 1.0
     """Factor of the embeddings of virtual tokens, for a model that will multiply them by a factor they do not have."""
+    head_places: tuple[int, ...] | None = None
+    """The place on a device of each element of a query or key head in a file; None where all stay in order."""
 
     def size(self, module: str) -> tuple[int, int]:
         """Return (inputs, outputs) of a module of `MODULES`, of `embed` or of `head`."""
@@ -116,6 +118,16 @@ class BlockLayout:
                 b[row] = end
                 end += int(padded[row]) * sizes[module][1]
         return cls(shape, padded, a, b, end)
+
+    def head_spans(self) -> list[tuple[int, int]]:
+        """Return the first element and the number of elements of each layer's B of q and k, which are side by side."""
+        found = []
+        for layer in range(self.shape.num_layers):
+            row_q, row_k = (module_row(layer, module) for module in ("q", "k"))
+            count = sum(int(self.ranks[row]) * self.shape.size(each)[1] for each, row in (("q", row_q), ("k", row_k)))
+            if count:
+                found.append((int(self.b[row_q]), count))
+        return found
 
     def places(self) -> list[tuple[int, str, int]]:
         """Return (layer, module, table row) of every module with an update; the layer of `embed` and `head` is -1."""

@@ -29,7 +29,8 @@ class LoadedAdapter:
 
     layout: BlockLayout
     block: Tensor | Stored
-    """[layout.elements]: the low-rank updates, or the stored bytes that they are made from."""
+    """[layout.elements]: the low-rank updates, or the stored bytes that they are made from, whose heads are in the
+    order of the file."""
     virtual_PE: Tensor | None
     """Prompt tuning: [P, E], embeddings of the virtual tokens before every prompt."""
     prefix_LPsD: Tensor | None

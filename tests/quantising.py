@@ -34,11 +34,13 @@ class Told:
         self.lines.append(line)
 
 
-def dense_folder(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:
+def dense_folder(
+    folder: Path, dtype: torch.dtype = torch.bfloat16, architecture: str = "Llama", **changes: Any
+) -> Path:
     """A model whose matrices have 192 and 320 inputs, in one file, with a tokenizer and other files beside it."""
     torch.manual_seed(11)
-    config = transformers.LlamaConfig(**quantised_checkpoints.CONFIG | changes)
-    model = transformers.LlamaForCausalLM(config)
+    config = getattr(transformers, f"{architecture}Config")(**quantised_checkpoints.CONFIG | changes)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, 0.0, 1.0 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5)

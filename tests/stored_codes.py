@@ -20,6 +20,7 @@ RING: tuple[Format, ...] = (
     IntGroups(4, 128, scale=torch.bfloat16),
     IntGroups(4, 64, zeros=True, scale=torch.float16),
     IntGroups(4, 32, scale=torch.float16),
+    IntGroups(4, 32, zeros=True, scale=torch.float16),
     IntGroups(8, 128, scale=torch.float16),
     GgufBlocks(Kind.Q8_0),
     GgufBlocks(Kind.Q4_0),

@@ -6,7 +6,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Fused", "Names", "Part", "bias", "matrix", "norm"]
+__all__ = ["Fused", "Names", "Part", "Rotated", "bias", "matrix", "norm"]
+
+_ROTATED = ("q", "k", "q_norm", "k_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Rotated:
+    """Rows of a tensor that are the elements of rotated heads: queries or keys."""
+
+    head_dim: int
+    rotary_dim: int
+    """Number of first elements of each head that are rotated."""
+    interleaved: bool
+    """Whether the two elements of each pair lie side by side, not half of the rotated part of the head apart."""
+    rows: int
+    """Number of these rows, which are the tensor's first; those behind them are values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +33,8 @@ class Part:
     rows: int
     layer: int | None = None
     """Number of the layer that the tensor belongs to; None outside the layers."""
-    rotated: int | None = None
-    """Size of the heads whose elements the rows are, where these heads are rotated: queries and keys."""
+    rotated: Rotated | None = None
+    """The rows that are rotated, as the model's authors order them; None if none are."""
     expert: int | None = None
     """Number of the expert that the tensor belongs to; None outside experts."""
 
@@ -46,9 +61,13 @@ class Fused:
         """Whether the parameter is the bias of a product."""
         return all(part.role.endswith(".bias") for part in self.parts)
 
-    def rotated(self, head_dim: int, *roles: str) -> Fused:
-        """Return the same parameter, with the rows of `roles` marked as heads of `head_dim` that are rotated."""
-        parts = [replace(part, rotated=head_dim if part.role.split(".")[0] in roles else None) for part in self.parts]
+    def rotated(self, head_dim: int, rotary_dim: int, *, interleaved: bool) -> Fused:
+        """Return the same parameter, with the rows of queries and keys, or of their norms, marked as rotated."""
+        parts = []
+        for part in self.parts:
+            is_rotated = part.role.split(".")[0] in _ROTATED
+            rotated = Rotated(head_dim, rotary_dim, interleaved, part.rows) if is_rotated else None
+            parts.append(replace(part, rotated=rotated))
         return replace(self, parts=tuple(parts))
 
     def of_expert(self, expert: int) -> Fused:
@@ -88,7 +107,7 @@ class Names:
     kv_scales: tuple[str, ...] = ()
     """Names that the scales of an 8-bit cache may have within a layer, with `{0}` for `k` or `v`."""
     interleaved: bool = False
-    """Whether the rows of a rotated head hold the two elements of each pair side by side, not half a head apart."""
+    """Whether the file holds the two elements of each pair of a rotated head side by side, whatever the model does."""
     norm_offset: float = 0.0
     """Number that the checkpoint leaves out of the weights of norms. Such weights are kept in float32, since 1 and a
     small difference have no room in 16 bits."""
@@ -109,7 +128,9 @@ class Names:
             if roles == others:
                 first = fused.parts[0]
                 kind, rows = first.role.split(".")[1], sum(part.rows for part in fused.parts)
-                return replace(fused, parts=(Part(f"{role}.{kind}", rows, first.layer),))
+                heads = sum(part.rotated.rows for part in fused.parts if part.rotated is not None)
+                rotated = first.rotated and replace(first.rotated, rows=heads)
+                return replace(fused, parts=(Part(f"{role}.{kind}", rows, first.layer, rotated),))
         return fused
 
     def without(self, prefix: str) -> Names:

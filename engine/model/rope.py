@@ -2,6 +2,10 @@
 
 A head's elements make pairs, the two halves of the head against each other, and each pair turns by its own frequency
 (Su et al., 2021). Models that were stretched to longer contexts change these frequencies, each in a way of its own.
+
+Devices know only that. Where a model pairs elements side by side, or rotates a part of each head, the rows that make a
+head's elements are put in another order as they are loaded (`head_places`), and pairs that stay have the frequency 0.
+Scores do not depend on the order, since queries and keys share it.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
 
     Pairs: TypeAlias = NDArray[np.float64]
 
-__all__ = ["UNROTATED", "Divided", "Linear", "Llama3", "LongRope", "Rope", "RopeScaling", "Yarn"]
+__all__ = ["UNROTATED", "Divided", "Linear", "Llama3", "LongRope", "Rope", "RopeScaling", "Yarn", "head_places"]
 
 
 class RopeScaling(ABC):
@@ -31,7 +35,7 @@ class RopeScaling(ABC):
         """Return the frequencies of a model that runs with `context` tokens at most.
 
         Args:
-            frequencies: Radians per position of each pair, falling from 1, float64 [head_dim / 2].
+            frequencies: Radians per position of each pair, falling from 1, float64 [rotary_dim / 2].
             theta: Base of these frequencies.
             context: Most tokens of a prompt and its completion together.
         """
@@ -142,22 +146,46 @@ class Rope:
     """Rotary embedding of a layer's queries and keys."""
 
     theta: float
-    """Base of the frequencies, `theta ** (-2 i / head_dim)` for pair i."""
+    """Base of the frequencies, `theta ** (-2 i / rotary_dim)` for pair i."""
     scaling: RopeScaling | None = None
     magnitude: float = 1.0
-    """Factor of all cosines and sines, and thus of queries and keys, by which yarn and longrope sharpen attention."""
+    """Factor of the cosines and sines of rotated elements, by which yarn and longrope sharpen attention."""
 
-    def inverse_frequencies(self, head_dim: int, context: int) -> NDArray[np.float32]:
-        """Return the radians per position for each pair of a head's elements, float32 [head_dim / 2].
+    def inverse_frequencies(self, rotary_dim: int, context: int) -> NDArray[np.float32]:
+        """Return the radians per position for each pair of rotated elements, float32 [rotary_dim / 2].
 
         Args:
-            head_dim: Elements of a head.
+            rotary_dim: Elements of a head that are rotated.
             context: Most tokens that a request may have.
         """
-        frequencies = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        frequencies = self.theta ** -(np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
         if self.scaling is not None:
             frequencies = self.scaling.scaled(frequencies, self.theta, context)
         return frequencies.astype(np.float32)
+
+
+def head_places(head_dim: int, rotary_dim: int, *, interleaved: bool) -> NDArray[np.int64] | None:
+    """Return the place that each element of a model's head has on a device; None where all stay in order.
+
+    On a device, pair i has the elements i and i + head_dim / 2. The rotated pairs come first, in their order, then
+    pairs of elements that are not rotated.
+
+    Args:
+        head_dim: Elements of a head.
+        rotary_dim: Number of first elements that are rotated, even.
+        interleaved: Whether the model's pair i has the elements 2 i and 2 i + 1, not i and i + rotary_dim / 2.
+    """
+    if rotary_dim == head_dim and not interleaved:
+        return None
+    pairs, half = rotary_dim // 2, head_dim // 2
+    second, pair = np.divmod(np.arange(rotary_dim), pairs)
+    if interleaved:
+        pair, second = np.divmod(np.arange(rotary_dim), 2)
+    places = [pair + second * half]
+    if pairs < half:
+        second, pair = np.divmod(np.arange(head_dim - rotary_dim), half - pairs)
+        places.append(pairs + pair + second * half)
+    return np.concatenate(places)
 
 
 UNROTATED: Final = Rope(1.0, _Still())

@@ -101,16 +101,33 @@ class Attention(MixerSpec):
     head_dim: int
     rope: int = 0
     """Index of the rotary embedding in `DecoderSpec.ropes`."""
+    early_rope: int | None = None
+    """Index of a rotary embedding that comes before the norms of heads, where `rope` comes after them; None if none."""
     window: int | None = None
     """Number of last positions that a token attends to, itself included; None for all."""
     qk_norm: bool = False
-    """Whether each query and key head is RMS-normalised before rotation."""
+    """Whether each query and key head is RMS-normalised before the rotation by `rope`."""
     qk_norm_across_heads: bool = False
     """Whether all query heads together, and all key heads together, are RMS-normalised before rotation."""
     qkv_bias: bool = False
     o_bias: bool = False
     scale: float | None = None
     """Factor of the scores; None for 1 / sqrt(head_dim)."""
+    rotary_dim: int | None = None
+    """Number of first elements of each head that are rotated; None for all."""
+    interleaved: bool = False
+    """Whether checkpoints and adapters hold pairs of rotated elements side by side, not half of the rotated part apart.
+    The loader puts them in the order that devices know (rope.py)."""
+
+    @property
+    def has_steps_before_attention(self) -> bool:
+        """Whether queries and keys pass operations of their own between their product and attention."""
+        return self.qk_norm_across_heads or self.early_rope is not None
+
+    @property
+    def rotated_dim(self) -> int:
+        """Number of elements of each head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def state(self) -> Paged:
@@ -122,11 +139,11 @@ class Attention(MixerSpec):
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = {"q": queries, "k": keys, "v": keys}
         found = {
-            "qkv": matrix(hidden_size, **rows).rotated(self.head_dim, "q", "k"),
+            "qkv": matrix(hidden_size, **rows),
             "o": matrix(queries, o=hidden_size),
         }
         if self.qkv_bias:
-            found["qkv_bias"] = bias(**rows).rotated(self.head_dim, "q", "k")
+            found["qkv_bias"] = bias(**rows)
         if self.o_bias:
             found["o_bias"] = bias(o=hidden_size)
         if self.qk_norm:
@@ -134,7 +151,8 @@ class Attention(MixerSpec):
             found["k_norm_D"] = norm(k_norm=self.head_dim)
         if self.qk_norm_across_heads:
             found["q_norm_X"], found["k_norm_X"] = norm(q_norm=queries), norm(k_norm=keys)
-        return found
+        sizes = self.head_dim, self.rotated_dim
+        return {name: fused.rotated(*sizes, interleaved=self.interleaved) for name, fused in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,9 +278,9 @@ class DecoderSpec:
 
     @property
     def has_pre_norms_alone(self) -> bool:
-        """Whether all norms are of the stream before a mixer or feed, or of single heads."""
-        across = any(isinstance(kind, Attention) and kind.qk_norm_across_heads for kind in self.mixer_kinds)
-        return not across and all(layer.norms.placement == "pre" for layer in self.layers)
+        """Whether all norms are of the stream before a mixer or feed, or of single heads before their rotation."""
+        apart = any(isinstance(kind, Attention) and kind.has_steps_before_attention for kind in self.mixer_kinds)
+        return not apart and all(layer.norms.placement == "pre" for layer in self.layers)
 
     @property
     def has_biases(self) -> bool:

@@ -64,7 +64,7 @@ class CpuOps:
     token attends to the last `window` tokens, itself included (all if None). `scale` multiplies scores (default
     `D ** -0.5`), and `weigh` turns scores into weights of values (default: softmax). `dtype` is that of
     activations, keys and values: bfloat16 or float32. `products` are the kernels for products by weights, in order of
-    preference.
+    preference. `early` is a second pair of tables, for `rotate`.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class CpuOps:
         scale: float | None = None,
         weigh: Weigh | None = None,
         products: Sequence[CpuKernel] = PRODUCTS,
+        early: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
@@ -94,6 +95,7 @@ class CpuOps:
         # x * cos + roll(x, D / 2) * sin is the rotation when the first half of sin is negative.
         self._cos_1D = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)
         self._sin_1D = torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1)
+        self._early = early
         # A page's rows are its K key heads, then its K value heads.
         self._planes_s1K1 = torch.arange(2 * kv_heads).view(2, 1, kv_heads, 1)
 
@@ -130,6 +132,7 @@ class CpuOps:
         pieces.sort(key=lambda piece: piece.start)
         return TorchStep(
             len(batch.positions_N),
+            batch.positions_N,
             self._cos_1D.index_select(0, batch.positions_N),
             self._sin_1D.index_select(0, batch.positions_N),
             self._write_index(batch.slots_N),
@@ -154,6 +157,17 @@ class CpuOps:
         q_NX, k_NX, v_NX = qkv_NX.split((queries, keys, keys), 1)
         normed = (self.rms_norm(part.contiguous(), norm_X) for part, norm_X in ((q_NX, norms.q_D), (k_NX, norms.k_D)))
         return torch.cat((*normed, v_NX), 1)
+
+    def rotate(self, qkv_NX: Tensor, step: CpuStep) -> Tensor:
+        """Rotate queries and keys in place by the tables `early`; return queries, keys and values side by side."""
+        assert self._early is not None
+        cos_N1C, sin_N1C = (table_PC.index_select(0, step.positions_N).unsqueeze(1) for table_PC in self._early)
+        qkv_NAD = qkv_NX[: step.tokens].view(step.tokens, -1, self.head_dim)
+        qk_NBD = qkv_NAD[:, : self.heads + self.kv_heads]
+        first_NBC, second_NBC = qk_NBD.float().chunk(2, -1)
+        turned = first_NBC * cos_N1C - second_NBC * sin_N1C, second_NBC * cos_N1C + first_NBC * sin_N1C
+        qk_NBD.copy_(torch.cat(turned, -1))
+        return qkv_NX
 
     def rope_and_write(
         self,

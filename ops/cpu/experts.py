@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from headrace.ops.cpu.activation import activate
+from headrace.ops.cpu.linear import ALIKE_ROWS
 from headrace.ops.experts import CLAMP, SLOPE, route
 from headrace.ops.formats import Stored
 
@@ -90,10 +92,13 @@ class CpuExperts:
         groups = grouped(choice.ids_NK, self._routing.experts)
         tokens_P, starts = torch.from_numpy(groups.tokens_P), groups.starts_X1.tolist()
         y_PE = torch.empty(len(tokens_P), x_NE.shape[1])
+        # As in a step that a runner has padded, so that the end of a prompt has the same bits behind a cached prefix.
+        least = ALIKE_ROWS if x_NE.dtype is torch.bfloat16 and len(x_NE) >= ALIKE_ROWS else 0
         for expert, (first, stop) in enumerate(zip(starts, starts[1:], strict=False)):
             if first < stop:
-                gate_up_P2F = self._gate_up[expert](x_NE[tokens_P[first:stop]])
-                y_PE[first:stop] = self._down[expert](activate_expert(gate_up_P2F, self._activation))
+                x_PE = functional.pad(x_NE[tokens_P[first:stop]], (0, 0, 0, max(least - (stop - first), 0)))
+                x_PF = activate_expert(self._gate_up[expert](x_PE), self._activation)
+                y_PE[first:stop] = self._down[expert](x_PF)[: stop - first]
         places_NK = torch.from_numpy(groups.places_NK)
         sum_NE = torch.zeros(x_NE.shape)
         for places_N, weights_N in zip(places_NK.unbind(1), choice.weights_NK.unbind(1), strict=True):

@@ -55,6 +55,8 @@ class CpuStep:
 
     tokens: int
     """Number of the step's tokens."""
+    positions_N: Tensor
+    """Position of each token, int64."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

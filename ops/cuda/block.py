@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaOps"]
 
+_EARLY_ROTATION: Final = Launch("the rotation before norms", overlaps=False, writes=frozenset(("activations",)))
 _EMBEDDING: Final = Launch("the embedding", overlaps=False, writes=frozenset(("activations",)))
 
 
@@ -51,6 +52,7 @@ class CudaOps:
         products: Products,
         experts: ExpertProducts | None = None,
         kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
+        early_cos_sin_PD: Tensor | None = None,
     ) -> None:
         """Compute with heads of `shape`.
 
@@ -60,12 +62,15 @@ class CudaOps:
             products: The kernels of products on the one stream on which this runs.
             experts: The kernels of experts on that stream; None for those of `EXPERTS`.
             kv_scales: Scales of 8-bit keys and values, by layer; a 16-bit cache has none.
+            early_cos_sin_PD: A second rotary table, for `rotate`.
         """
         self.shape, self.products = shape, products
         self.experts = experts or ExpertProducts(products.arch, products.room)
         self.arch, self.eps, self.pdl = products.arch, products.room.eps, products.room.pdl
         self.device = cos_sin_PD.device
-        self._cos_sin_PD = cos_sin_PD
+        self._cos_sin_PD, self._early_cos_sin_PD = cos_sin_PD, early_cos_sin_PD
+        self._still_1D = torch.zeros_like(cos_sin_PD[:1])  # of angles of 0, without a magnitude
+        self._still_1D[:, : shape.head_dim // 2] = 1.0
         self.note = products.room.chain.note
         """Notes a launch, for the check of hazards."""
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
@@ -214,6 +219,19 @@ class CudaOps:
             fused.rms_norm(part_NX, norm_X, self.eps, part_NX, pdl=self.pdl)
         return qkv_NX
 
+    def rotate(self, qkv_NX: Tensor, step: CudaStep) -> Tensor:
+        """Rotate queries and keys in place by the second table; return queries, keys and values side by side."""
+        assert self._early_cos_sin_PD is not None
+        positions_N = step.positions_N if isinstance(step, PrefillStep) else step.inputs.positions_B
+        cos_N1C, sin_N1C = self._early_cos_sin_PD.index_select(0, positions_N).unsqueeze(1).chunk(2, -1)
+        heads = self.shape.heads + self.shape.kv_heads
+        qk_NBD = qkv_NX.view(len(qkv_NX), -1, self.shape.head_dim)[:, :heads]
+        first_NBC, second_NBC = qk_NBD.float().chunk(2, -1)
+        turned = first_NBC * cos_N1C - second_NBC * sin_N1C, second_NBC * cos_N1C + first_NBC * sin_N1C
+        self.note(_EARLY_ROTATION)
+        qk_NBD.copy_(torch.cat(turned, -1))
+        return qkv_NX
+
     # --- for operations with adapters, too
 
     def product(self, x_NI: Tensor, packed: CudaProduct) -> Tensor:
@@ -258,8 +276,9 @@ class CudaOps:
             self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, step.positions_N, step.slots_N, kv_layer, scales, qkv_NX)
             for first, kv_LMX in step.given:
                 kv_MX, slots_M = kv_LMX[layer], step.slots_N[first : first + kv_LMX.shape[1]]
-                still_M = torch.zeros_like(slots_M)  # position 0 is not rotated
-                self._rope_and_write(kv_MX, None, None, still_M, slots_M, kv_layer, scales, kv_MX, heads=0)
+                self._rope_and_write(
+                    kv_MX, None, None, torch.zeros_like(slots_M), slots_M, kv_layer, scales, kv_MX, given=True
+                )
             q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
             self.note(ATTENTION)
             step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim), scales)
@@ -344,13 +363,15 @@ class CudaOps:
         kv_layer: Tensor,
         scales: KvScales,
         q_out: Tensor,
-        heads: int | None = None,
+        *,
+        given: bool = False,
     ) -> None:
-        """Call `norm_rope_write` for the model's heads, or for fewer queries."""
+        """Call `norm_rope_write` for the model's heads, or for keys and values alone that are only stored."""
         shape = self.shape
+        table = self._still_1D if given else self._cos_sin_PD
         self.note(self._rotation)
         fused.norm_rope_write(
-            qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, positions_N, slots_N, kv_layer,
-            heads=shape.heads if heads is None else heads, kv_heads=shape.kv_heads, eps=self.eps, q_out=q_out,
+            qkv_NX, q_norm_D, k_norm_D, table, positions_N, slots_N, kv_layer,
+            heads=0 if given else shape.heads, kv_heads=shape.kv_heads, eps=self.eps, q_out=q_out,
             k_scale=scales.k, v_scale=scales.v, pdl=self.pdl,
         )  # fmt: skip

@@ -104,6 +104,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
     "phi3": ("Phi3", {}),
+    "phi-4-mini": (
+        "Phi3",
+        {
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "attention_factor": 1.2,
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * pair for pair in range(24)],
+                "long_factor": [1.0 + 0.1 * pair for pair in range(24)],  # the same, whatever a prompt's length
+            },
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 128, "eos_token_id": []}),
+    "glm4": ("Glm4", {"head_dim": 64, "eos_token_id": []}),
+    "ernie 4.5": ("Ernie4_5", {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "granite": (
         "Granite",
         {
@@ -130,6 +149,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma": ("Gemma", {"head_dim": 256, "tie_word_embeddings": True}),
     "gemma3": (
         "Gemma3",
         {
@@ -182,7 +202,7 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             scale = 5.0 if name == "model.norm.weight" and config.tie_word_embeddings else 1.0
-            left_out = 1.0 if architecture == "Gemma3" else 0.0
+            left_out = 1.0 if architecture.startswith("Gemma") else 0.0
             torch.nn.init.normal_(parameter, scale - left_out, 0.2 * scale)
         elif "bias" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.05 if "v_proj" in name else 0.2)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.ops.cpu.block import CpuOps
-from headrace.ops.cpu.experts import grouped
+from headrace.ops.cpu.experts import CpuExperts, grouped
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context, library
 from headrace.ops.experts import Choice, Experts, route
@@ -211,6 +211,29 @@ def test_a_token_has_the_same_bits_in_any_company(quantised: Any, kind: str) -> 
     alike = packed(x_NE[:1].expand(64, -1).contiguous())
     assert torch.equal(alike, together[:1].expand(64, -1)), "all tokens of the same experts"
     ops.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "least"), [(torch.bfloat16, 100, 40), (torch.bfloat16, 39, 1), (None, 99, 1)]
+)
+def test_products_of_a_prompt_in_bfloat16_have_the_rows_that_sum_alike(
+    dtype: torch.dtype | None, rows: int, least: int
+) -> None:
+    """A runner pads the end of a prompt to 40 tokens; those that share an expert may still be few."""
+    seen = []
+
+    def pack(weight: Stored, bias_O: Tensor | None) -> Callable[[Tensor], Tensor]:
+        def multiply(x_NI: Tensor) -> Tensor:
+            seen.append(len(x_NI))
+            return torch.nn.functional.linear(x_NI, weight.dense(x_NI.dtype), bias_O)
+
+        return multiply
+
+    experts = CpuExperts(made(SOFTMAX), pack, pack)
+    found = experts(inputs(rows).to(dtype or torch.float32))
+    counts = seen[1:]  # behind the router's
+    assert found.shape == (rows, HIDDEN) and min(counts) >= least and (least == 40 or min(counts) < 40)
+    assert sum(counts) == 2 * rows * SOFTMAX.top_k or least == 40
 
 
 @pytest.mark.parametrize("kind", KINDS)

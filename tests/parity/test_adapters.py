@@ -162,6 +162,33 @@ def test_joined_modules(kind: str, tmp_path: Path) -> None:
     check_alone(base, kind, JOINED[kind], tmp_path, least=0.05)
 
 
+REORDERED: list[tuple[str, str, dict[str, Any]]] = [
+    ("Glm", "lora", {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj"]}),
+    ("Glm", "lora", {"r": 9, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]}),
+    ("Glm", "prefix", KINDS["prefix"]),
+    ("Ernie4_5", "lora", KINDS["patterns"]),
+    ("Ernie4_5", "prefix", KINDS["prefix"]),
+    ("Phi3", "lora", JOINED["qkv"]),
+    ("Phi3", "prefix", KINDS["prefix"]),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("architecture", "kind", "options"), REORDERED)
+def test_models_whose_heads_are_put_in_another_order(
+    architecture: str, kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Adapters keep the order of the checkpoint: pairs side by side, and heads of which a part is rotated."""
+    torch.manual_seed(3)
+    sizes = SIZES | {"head_dim": 16} | ({} if architecture == "Ernie4_5" else {"partial_rotary_factor": 0.5})
+    config = getattr(transformers, f"{architecture}Config")(**sizes)
+    base = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    for name, parameter in base.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.12)
+    check_alone(base, kind, options, tmp_path, least=0.02)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("architecture", ["Gemma3", "Granite"])
 def test_virtual_tokens_of_models_whose_embeddings_have_a_factor(architecture: str, tmp_path: Path) -> None:

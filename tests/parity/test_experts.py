@@ -80,6 +80,13 @@ FAMILIES: dict[str, Made] = {
         "Ernie4_5_Moe", **SMALL, moe_k=2, moe_num_experts=8, moe_num_shared_experts=0, moe_layer_interval=2,
         moe_layer_start_index=0, moe_layer_end_index=2,
     ),
+    "glm, groups, scaled, dense first layers": made(
+        "Glm4Moe", **TOP, **SMALL, n_routed_experts=8, first_k_dense_replace=1, n_group=4, topk_group=2,
+        routed_scaling_factor=1.8, use_qk_norm=True, attention_bias=True, n_shared_experts=2,
+    ),
+    "glm, not renormalised, no dense feed": made(
+        "Glm4Moe", **TOP, **SMALL, n_routed_experts=8, first_k_dense_replace=0, norm_topk_prob=False
+    ),
 }  # fmt: skip
 LENGTHS = (64, 40, 17)
 
@@ -174,6 +181,10 @@ BUGS: dict[str, tuple[str, Callable[[ExpertsFeed], ExpertsFeed]]] = {
     "no gate of the shared expert": ("qwen2, shared and gated, a dense layer", ungated),
     "no shared expert": ("granite, shared", lambda feed: replace(feed, shared=None)),
     "no correction": ("ernie, corrected, shared, a dense layer", lambda feed: replace(feed, correction_dims=0)),
+    "no scale": ("glm, groups, scaled, dense first layers", rerouted(scale=1.0)),
+    "no groups": ("glm, groups, scaled, dense first layers", rerouted(groups=1, top_groups=1)),
+    "groups by their best alone": ("glm, groups, scaled, dense first layers", rerouted(group_score="max")),
+    "softmax for sigmoid": ("glm, groups, scaled, dense first layers", rerouted(score="softmax")),
     "another activation": ("olmoe", lambda feed: replace(feed, activation="gelu_tanh")),
 }
 

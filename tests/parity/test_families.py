@@ -98,6 +98,39 @@ def gemma2(**changes: Any) -> Any:
     return transformers.Gemma2ForCausalLM(config)
 
 
+def glm(**changes: Any) -> Any:
+    return transformers.GlmForCausalLM(
+        transformers.GlmConfig(**(SIZES | {"head_dim": 24, "eos_token_id": []} | changes))
+    )
+
+
+def glm4(**changes: Any) -> Any:
+    config = transformers.Glm4Config(**(SIZES | {"head_dim": 24, "eos_token_id": []} | changes))
+    return transformers.Glm4ForCausalLM(config)
+
+
+def ernie(**changes: Any) -> Any:
+    return transformers.Ernie4_5ForCausalLM(transformers.Ernie4_5Config(**(SIZES | {"head_dim": 24} | changes)))
+
+
+def helium(**changes: Any) -> Any:
+    return transformers.HeliumForCausalLM(transformers.HeliumConfig(**(SIZES | {"head_dim": 16} | changes)))
+
+
+def gemma(**changes: Any) -> Any:
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**(SIZES | {"head_dim": 24} | changes)))
+
+
+def cwm(**changes: Any) -> Any:
+    tokens = {"bos_token_id": 95, "eos_token_id": []}
+    return transformers.CwmForCausalLM(transformers.CwmConfig(**(SIZES | tokens | {"head_dim": 24} | changes)))
+
+
+def hunyuan(**changes: Any) -> Any:
+    config = transformers.HunYuanDenseV1Config(**(SIZES | {"head_dim": 24} | changes))
+    return transformers.HunYuanDenseV1ForCausalLM(config)
+
+
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LONG_ROPE = {
     "rope_type": "longrope",
@@ -107,6 +140,13 @@ LONG_ROPE = {
     "short_factor": [1.0] * 8,
     "long_factor": [1.0 + 0.5 * pair for pair in range(8)],
 }
+PART_OF_LONG_ROPE = {
+    **LONG_ROPE,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0] * 6,
+    "long_factor": [1.0 + 0.5 * pair for pair in range(6)],
+}
+ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 500.0, "factor": 1.0}
 FACTORS = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.15, "logits_scaling": 3.0,
 }  # fmt: skip
@@ -133,6 +173,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "phi-3, longrope": lambda: phi3(
         rope_parameters=dict(LONG_ROPE), original_max_position_embeddings=16, tie_word_embeddings=True
     ),
+    "phi-4-mini, three quarters of each head, longrope": lambda: phi3(
+        rope_parameters=dict(PART_OF_LONG_ROPE), original_max_position_embeddings=16, tie_word_embeddings=True
+    ),
+    "phi-4-mini, half of each head, window": lambda: phi3(partial_rotary_factor=0.5, sliding_window=WINDOW),
     "granite": lambda: granite(**FACTORS, tie_word_embeddings=True),
     "granite with every bias": lambda: granite(**FACTORS, attention_bias=True, mlp_bias=True),
     "smollm3": lambda: smollm3(no_rope_layer_interval=2, tie_word_embeddings=True),
@@ -172,6 +216,28 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": lambda: qwen3(tie_word_embeddings=False),
     "qwen3, tied, biased, later layers windowed": lambda: qwen3(tie_word_embeddings=True, attention_bias=True, **LATE),
+}
+FAMILIES |= {
+    "glm": lambda: glm(),
+    "glm, a quarter of each head, no bias, tied": lambda: glm(
+        partial_rotary_factor=0.25, attention_bias=False, tie_word_embeddings=True
+    ),
+    "glm with yarn": lambda: glm(rope_parameters={**YARN, "partial_rotary_factor": 0.5}),
+    "glm4": lambda: glm4(),
+    "glm4, all of each head": lambda: glm4(partial_rotary_factor=1.0, num_key_value_heads=4),
+    "ernie 4.5": lambda: ernie(),
+    "ernie 4.5 with every bias": lambda: ernie(use_bias=True, tie_word_embeddings=False),
+    "hunyuan": lambda: hunyuan(rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+    "hunyuan, stretched, biased, tied": lambda: hunyuan(
+        rope_parameters=dict(ALPHA), attention_bias=True, tie_word_embeddings=True
+    ),
+    "gemma": lambda: gemma(),
+    "gemma with every bias": lambda: gemma(attention_bias=True, tie_word_embeddings=False),
+    "cwm, window in the middle layer": lambda: cwm(
+        sliding_window=WINDOW, layer_types=EVERY_OTHER, rope_parameters=dict(LLAMA3), mlp_bias=True
+    ),
+    "helium": lambda: helium(),
+    "helium with every bias": lambda: helium(attention_bias=True, mlp_bias=True),
 }
 LENGTHS = (61, 40, 17)
 """Of the sequences that run side by side; past the window, the original context and several pages."""
@@ -237,6 +303,14 @@ def test_what_sets_a_family_apart_changes_its_logits() -> None:
         ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "attention_factor": 1.0}}),
         *(("granite", {factor: 1.0}) for factor in FACTORS),
         ("smollm3", {"no_rope_layers": [1, 1, 1]}),
+        ("cwm, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
+        ("hunyuan, stretched, biased, tied", {"rope_parameters": {**ALPHA, "alpha": 1.0}}),
+        ("glm", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
+        ("glm with yarn", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5, "attention_factor": 1.0}}),
+        (
+            "phi-4-mini, three quarters of each head, longrope",
+            {"rope_parameters": {**PART_OF_LONG_ROPE, "attention_factor": 1.0}},
+        ),
         ("gemma2, window in the middle layer", {"attn_logit_softcapping": None}),
         ("gemma2, window in the middle layer", {"final_logit_softcapping": None}),
         ("gemma3, window in the middle layer", {"query_pre_attn_scalar": 24}),

@@ -19,8 +19,9 @@ from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.plan import top_plan
 from headrace.engine.model.checkpoint.readers import Found
 from headrace.engine.model.roles import Fused, Part
+from headrace.engine.model.rope import head_places
 from headrace.engine.model.spec import DecoderSpec
-from headrace.ops.formats import Dense, Format, Stored, joins
+from headrace.ops.formats import Dense, Format, Stacked, Stored, joins
 from headrace.ops.paged import KvScales
 from headrace.ops.quantise import Method, quantise
 
@@ -201,16 +202,14 @@ class FileMaker:
         found, plain = self.inventory.of(part), Dense(self.dtype)
         if not self.keep_packed or isinstance(found.format, Dense):
             return plain
-        if self._row_order(part) is None:
-            return found.format
-        has_rows = all(spec.outputs == 1 for spec in found.format.parts(found.shape).values())
-        return found.format if has_rows else plain
+        order = self.row_order(part)
+        return found.format if order is None or _moves(found, part) else plain
 
     def _fill(self, target: Stored, part: Part) -> None:
         """Write one tensor of the checkpoint over `target`, its part of a parameter; read nothing for a meta device."""
         if self.device.type == "meta":
             return
-        name, order = self.inventory.names.of(part), self._row_order(part)
+        name, order = self.inventory.names.of(part), self.row_order(part)
         found = self.inventory.of(part)
         is_kept = not isinstance(target.format, Dense)
         dtype = target.format.dtype if isinstance(target.format, Dense) else self.dtype
@@ -235,12 +234,19 @@ class FileMaker:
         for _, piece in found.pieces(self.block_elements, _Staging(torch.device("cpu"))):
             yield piece.dense(self.dtype)
 
-    def _row_order(self, part: Part) -> Tensor | None:
-        """Return the place of each of the file's rows, or None where they are in order."""
-        if not self.names.interleaved or part.rotated is None:
+    def row_order(self, part: Part) -> Tensor | None:
+        """Return the place of each of the file's rows, int64 on the device, or None where they are in order."""
+        rotated = part.rotated
+        if rotated is None:
+            return None
+        interleaved = rotated.interleaved or self.names.interleaved
+        places = head_places(rotated.head_dim, rotated.rotary_dim, interleaved=interleaved)
+        if places is None:
             return None
         order = torch.arange(part.rows, device=self.device)
-        return order.view(-1, 2, part.rotated // 2).transpose(1, 2).flatten()
+        heads = order[: rotated.rows].view(-1, rotated.head_dim)
+        heads.copy_(heads[:, torch.from_numpy(places).to(self.device)])
+        return order
 
     def _note_extremes(self, name: str, rows: Tensor) -> None:
         """Refuse a block that holds NaN or infinity: at once on a CPU, later and for all blocks together on a GPU."""
@@ -299,6 +305,15 @@ class BlankMaker(FileMaker):
             each.zero_()
 
 
+def _moves(found: Found, part: Part) -> bool:
+    """Return whether rows may change their places within heads, without a change of what they share."""
+    if part.rotated is None or isinstance(found.format, Stacked):
+        return False
+    size = part.rotated.head_dim
+    shared = (spec.outputs for spec in found.format.parts(found.shape).values())
+    return all(outputs is None or outputs == 1 or outputs % size == 0 for outputs in shared)
+
+
 def _place(target: Stored, parts: Mapping[str, Tensor], first: int, order: Tensor | None) -> None:
     """Write parts of a weight's outputs, counted from `first`, to their places in `target`."""
     for name, spec in target.format.parts(target.shape).items():
@@ -308,7 +323,9 @@ def _place(target: Stored, parts: Mapping[str, Tensor], first: int, order: Tenso
             continue
         start = first // spec.outputs
         here = slice(start, start + len(rows))
-        if order is None:
+        if order is None or spec.outputs != 1:
             whole[here].copy_(rows)
         else:
+            if rows.dtype == torch.float8_e4m3fn:  # which torch does not index
+                whole, rows = whole.view(torch.uint8), rows.view(torch.uint8)
             whole.index_copy_(0, order[here], rows)

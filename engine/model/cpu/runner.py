@@ -30,7 +30,7 @@ from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu.block import CpuOps, Weigh
 from headrace.ops.cpu.kv import CpuKv
-from headrace.ops.cpu.linear import CpuLinear
+from headrace.ops.cpu.linear import ALIKE_ROWS, CpuLinear
 from headrace.ops.cpu.lora import AdapterUsers, CpuAdapterOps
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context
@@ -40,10 +40,6 @@ from headrace.ops.cpu.step import CpuStep
 __all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops"]
 
 CpuDecoder: TypeAlias = Decoder[CpuLinear, CpuStep, CpuKv]
-
-# Measured with oneDNN 3.12 on a CPU with AMX: bfloat16 products of more than 32 rows all sum in one order, and those of
-# fewer rows in another. 40 is the next number of rows that linear layers multiply (see sizes.py).
-_ALIKE_ROWS = 40
 
 Variants: TypeAlias = Mapping[str, Callable[[Attention], Weigh]]
 """For each `Attention.scores` beside softmax, a function that returns how the scores of an attention become weights."""
@@ -74,6 +70,7 @@ class _Sizes(TypedDict):
     sin: Tensor
     window: int | None
     scale: float | None
+    early: tuple[Tensor, Tensor] | None
 
 
 def cpu_ops(
@@ -102,13 +99,17 @@ def cpu_ops(
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is of no
             variant in `variants`.
     """
+
+    def table(attention: Attention, rope: int) -> tuple[Tensor, Tensor]:
+        return rotation_table(spec.ropes[rope], attention, max_positions, torch.device("cpu"))
+
     found: dict[MixerSpec, CpuOps] = {}
     for attention in spec.attention_kinds:
         variant = variants.get(attention.scores)
         if variant is None and attention.scores != Attention.scores:
             known = ", ".join((Attention.scores, *variants))
             refuse(spec.architecture, "the scores of a layer's attention", attention.scores, known)
-        cos, sin = rotation_table(spec.ropes[attention.rope], max_positions, attention.head_dim, torch.device("cpu"))
+        cos, sin = table(attention, attention.rope)
         sizes: _Sizes = {
             "heads": attention.heads,
             "kv_heads": attention.kv_heads,
@@ -119,6 +120,7 @@ def cpu_ops(
             "sin": sin,
             "window": attention.window,
             "scale": attention.scale,
+            "early": None if attention.early_rope is None else table(attention, attention.early_rope),
         }
         if context is not None:
             found[attention] = NativeOps(context, **sizes, dtype=dtype)
@@ -269,12 +271,12 @@ class CpuRunner:
         return {mixer: CpuAdapterOps(ops, users) for mixer, ops in self._ops.items()}
 
     def _padded(self, batch: StepBatch) -> Tensor:
-        """Return the step's tokens, padded with zeros up to `_ALIKE_ROWS` where a prompt is so long.
+        """Return the step's tokens, padded with zeros up to `ALIKE_ROWS` where a prompt is so long.
 
         The end of a prompt behind a cached prefix then has the same bits as in a prompt that is computed at once.
         """
         longest = max((row.length for row in batch.paged.prefills), default=0)
-        missing = min(longest, _ALIKE_ROWS) - len(batch.tokens_N)
+        missing = min(longest, ALIKE_ROWS) - len(batch.tokens_N)
         if missing <= 0 or self._any.rows_are_alike:
             return batch.tokens_N
         return functional.pad(batch.tokens_N, (0, missing))

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.adapters.heads import order_heads
 from headrace.adapters.layout import EMBED, HEAD, MODULES, SITES, BlockLayout, ModelShape, module_row
 from headrace.adapters.loaded import LoadedAdapter
 from headrace.adapters.stored import DTYPES, PIECE_BYTES, Stored
@@ -126,6 +127,7 @@ class CudaBank:
                 if block.recipe.is_padded:
                     self._arena[first:given].zero_()
                 self._unpack(block.pieces, block.recipe.parts, block.recipe.scales, first)
+                order_heads(self._arena[first:given], adapter.layout)
             else:
                 given = first + len(block)
                 self._arena[first:given].copy_(block)

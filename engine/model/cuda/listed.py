@@ -149,7 +149,7 @@ def _steps(spec: DecoderSpec, product: _Product) -> tuple[Fusion, ...]:
     unused: set[Fusion] = set()
     if placements != {"pre"}:
         unused |= {"heads", "residual", "factors plain", "factors gated"}
-    if product.name == "qkv" and spec.uniform_attention.qk_norm_across_heads:
+    if product.name == "qkv" and spec.uniform_attention.has_steps_before_attention:
         unused |= {"norm plain", "heads", "factors plain"}
     if "post" in placements:
         unused |= {"norm plain", "norm gated", "gated"}

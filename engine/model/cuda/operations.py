@@ -67,7 +67,12 @@ def cuda_ops(
     """
     kinds = spec.softmax_kinds
     head_dim = kinds[0].head_dim
-    rotations = [torch.cat(rotation_table(rope, max_positions, head_dim, device), dim=1) for rope in spec.ropes]
+    rotations = {
+        (rope, each.rotary_dim): torch.cat(rotation_table(spec.ropes[rope], each, max_positions, device), dim=1)
+        for each in kinds
+        for rope in (each.rope, each.early_rope)
+        if rope is not None
+    }
     room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
     able = [*(kernel for kind in codes for kernel in kernels.coded(kind)), *kernels.products]
     products = Products(arch, room, _built(able, arch, dtype, head_dim))
@@ -75,10 +80,13 @@ def cuda_ops(
     return {
         attention: CudaOps(
             head_shape(attention, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
-            cos_sin_PD=rotations[attention.rope],
+            cos_sin_PD=rotations[attention.rope, attention.rotary_dim],
             products=products,
             experts=experts,
             kv_scales=kv_scales,
+            early_cos_sin_PD=(
+                None if attention.early_rope is None else rotations[attention.early_rope, attention.rotary_dim]
+            ),
         )
         for attention in kinds
     }

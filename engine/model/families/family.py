@@ -28,6 +28,8 @@ class Family:
     """Name of the same architecture without a head; None for that of `architecture` with `Model` at its end."""
     has_own_code: bool = False
     """Whether checkpoints come with Python code beside transformers' own class, which is not needed and not run."""
+    former_names: tuple[str, ...] = ()
+    """Names that `architectures` of older configs have in place of `architecture`."""
     gguf: str | None = None
     """Value of `general.architecture` in GGUF files; None if none are read."""
     from_header: Callable[[GgufHeader], DecoderSpec] | None = None

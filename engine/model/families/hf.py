@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from headrace.adapters.untrusted import Fields
-from headrace.engine.model.families.hf_rope import read_rope
+from headrace.engine.model.families.hf_rope import PART, read_rope, rope_fields
 from headrace.engine.model.families.sizes import check_heads, head_size
 from headrace.engine.model.roles import Names
 from headrace.engine.model.rope import Rope, Yarn
@@ -173,7 +173,22 @@ class HfConfig(Fields):
             default_theta: Base of the frequencies where the config gives none.
             layer_type: Entry of `layer_types` whose rope is wanted, where a config may have several.
         """
-        return read_rope(self, self.max_context, attention.head_dim, default_theta, layer_type)
+        return read_rope(self, self.max_context, attention, default_theta, layer_type)
+
+    def partly_rotated(self, attention: Attention, default: float = 1.0) -> Attention:
+        """Return attention that rotates a part of each head alone, as large as `partial_rotary_factor` says.
+
+        Args:
+            attention: Attention with the heads.
+            default: The part where the config gives none.
+        """
+        name, rope = rope_fields(self)
+        inside = rope.get(PART) is not None
+        fields = Fields(rope, f"{self.origin}: {name}") if inside else self
+        rotary_dim = int(attention.head_dim * fields.real(PART, 0.0, 1.0, default))
+        if rotary_dim < 2 or rotary_dim % 2:
+            fields.refuse(PART, f"an even part of the {attention.head_dim} elements of a head")
+        return replace(attention, rotary_dim=rotary_dim if rotary_dim < attention.head_dim else None)
 
     def has_rope_of(self, layer_type: str) -> bool:
         """Return whether the config has a rope of its own for an entry of `layer_types`."""

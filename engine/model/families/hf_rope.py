@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Final
 
 from headrace.adapters.untrusted import Fields, refuse
 from headrace.engine.model.rope import Linear, Llama3, LongRope, Rope, Yarn
-from headrace.engine.model.spec import LIMITS
+from headrace.engine.model.spec import LIMITS, Attention
 
-__all__ = ["read_rope"]
+__all__ = ["PART", "read_rope", "rope_fields"]
 
+PART: Final = "partial_rotary_factor"
+"""Field that says which part of each head is rotated, within the object of the rope or beside it."""
 _ORIGINAL = "original_max_position_embeddings"
 _MOST_FACTOR = 1e6
 
 
-def read_rope(
-    config: Fields, max_context: int, head_dim: int, default_theta: float, layer_type: str | None = None
-) -> Rope:
-    """Return the rope of a config, or of its layers of one type.
-
-    Args:
-        config: The config. Its `rope_parameters` are read, or the older `rope_theta` beside `rope_scaling`.
-        max_context: Most tokens that the model was made for.
-        head_dim: Elements of a head.
-        default_theta: Base of the frequencies where the config gives none.
-        layer_type: The type, under which `rope_parameters` may have an object of its own.
+def rope_fields(config: Fields) -> tuple[str, Mapping[str, object]]:
+    """Return the name of the field that holds the rope's object, and the object, which is empty where there is none.
 
     Raises:
-        ModelRejected: The kind of rope is not supported, or one of its numbers is impossible.
+        ModelRejected: The field holds something else.
     """
     name = "rope_parameters" if config.data.get("rope_parameters") is not None else "rope_scaling"
     given = config.data.get(name)
@@ -36,8 +30,28 @@ def read_rope(
         given = {}
     if not isinstance(given, Mapping):
         config.refuse(name, "an object with rope_type")
-    if layer_type is not None and isinstance(given.get(layer_type), Mapping):
-        name, given = f"{name}.{layer_type}", given[layer_type]
+    return name, given
+
+
+def read_rope(
+    config: Fields, max_context: int, attention: Attention, default_theta: float, layer_type: str | None = None
+) -> Rope:
+    """Return the rope of a config, or of its layers of one type.
+
+    Args:
+        config: The config. Its `rope_parameters` are read, or the older `rope_theta` beside `rope_scaling`.
+        max_context: Most tokens that the model was made for.
+        attention: Attention with the heads that are rotated.
+        default_theta: Base of the frequencies where the config gives none.
+        layer_type: The type, under which `rope_parameters` may have an object of its own.
+
+    Raises:
+        ModelRejected: The kind of rope is not supported, or one of its numbers is impossible.
+    """
+    name, given = rope_fields(config)
+    of_type = None if layer_type is None else given.get(layer_type)
+    if isinstance(of_type, Mapping):
+        name, given = f"{name}.{layer_type}", of_type
     found = {field: value for field, value in given.items() if value is not None}
     kind = found.get("rope_type", found.get("type", "default"))
     numbers = {"rope_theta": config.data.get("rope_theta"), _ORIGINAL: max_context, **found}
@@ -45,8 +59,8 @@ def read_rope(
         numbers[_ORIGINAL] = config.data[_ORIGINAL]
     rope = Fields(numbers, f"{config.origin}: {name}")
     theta = rope.real("rope_theta", 1.0, 1e12, default_theta)
-    if found.get("partial_rotary_factor", 1) != 1:
-        rope.refuse("partial_rotary_factor", 1)
+    if PART in found and int(attention.head_dim * rope.real(PART, 0.0, 1.0)) != attention.rotated_dim:
+        rope.refuse(PART, attention.rotated_dim / attention.head_dim)
     several = next((field for field, value in found.items() if isinstance(value, Mapping)), None)
     if several is not None and isinstance(kind, str):
         rope.refuse(several, "one rope for all layers")
@@ -57,7 +71,7 @@ def read_rope(
     if kind == "llama3":
         return Rope(theta, _llama3(rope))
     if kind in ("longrope", "su") or (kind == "yarn" and "long_factor" in found):  # Phi-3's older names
-        return _long_rope(rope, theta, max_context, head_dim)
+        return _long_rope(rope, theta, max_context, attention.rotated_dim)
     if kind == "yarn":
         return _yarn(rope, theta, max_context)
     known = "default, linear, llama3, yarn, longrope"
@@ -88,13 +102,13 @@ def _yarn(rope: Fields, theta: float, max_context: int) -> Rope:
     return Rope(theta, Yarn(factor, original, fast, slow, rope.flag("truncate", True)), magnitude)
 
 
-def _long_rope(rope: Fields, theta: float, max_context: int, head_dim: int) -> Rope:
+def _long_rope(rope: Fields, theta: float, max_context: int, rotary_dim: int) -> Rope:
     """Return longrope with the magnitude sqrt(1 + ln(factor) / ln(original context)), unless given."""
     original = _original(rope)
     factor = rope.real("factor", 0.0, _MOST_FACTOR, max_context / original)
     is_stretched = factor > 1.0 and original > 1
     usual = math.sqrt(1.0 + math.log(factor) / math.log(original)) if is_stretched else 1.0
-    short, long = (_divisors(rope, field, head_dim // 2) for field in ("short_factor", "long_factor"))
+    short, long = (_divisors(rope, field, rotary_dim // 2) for field in ("short_factor", "long_factor"))
     return Rope(theta, LongRope(short, long, original), rope.real("attention_factor", 1e-3, 1e3, usual))
 
 
@@ -105,7 +119,7 @@ def _original(rope: Fields) -> int:
 def _divisors(rope: Fields, field: str, pairs: int) -> tuple[float, ...]:
     found = rope.data.get(field)
     if not isinstance(found, list) or len(found) != pairs:
-        rope.refuse(field, f"a list of {pairs} numbers, half a head")
+        rope.refuse(field, f"a list of {pairs} numbers, half of the rotated elements of a head")
     numbers = []
     for each in found:
         if isinstance(each, bool) or not isinstance(each, (int, float)) or not 1e-6 <= each <= _MOST_FACTOR:

@@ -1,7 +1,7 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama with queries, keys and values in one tensor, and gates and ups in one.
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llama with queries, keys and values in one tensor, and gates and ups in one.
 
-Abdin et al. (2024), "Phi-3 technical report". Models for long contexts have the rope of Ding et al. (2024). Models that
-rotate a part of each head, such as Phi-4-mini, are refused.
+Abdin et al. (2024), "Phi-3 technical report". Models for long contexts have the rope of Ding et al. (2024). Phi-4-mini
+rotates a part of each head (Microsoft, 2025, "Phi-4-mini technical report").
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _NAMES = replace(
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
-    attention, feed, norms = config.attention(), config.dense(), config.norms(default_epsilon=1e-5)
+    attention = config.partly_rotated(config.attention())
+    feed, norms = config.dense(), config.norms(default_epsilon=1e-5)
     windows = config.windows(config.window(default=None))
     layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
     return config.decoder(layers, [config.rope(attention)], _NAMES)
 
 
-PHI3 = Family("Phi3ForCausalLM", "phi3", _from_config, has_own_code=True)
+PHI3 = Family("Phi3ForCausalLM", "phi3", _from_config, heeds=frozenset(("partial_rotary_factor",)), has_own_code=True)

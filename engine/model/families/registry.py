@@ -11,19 +11,27 @@ from pathlib import Path
 from typing import Final
 
 from headrace.adapters.untrusted import Fields, read_object, refuse
+from headrace.engine.model.families.cwm import CWM
+from headrace.engine.model.families.ernie4_5 import ERNIE4_5
 from headrace.engine.model.families.exaone4 import EXAONE4
 from headrace.engine.model.families.experts.ernie4_5_moe import ERNIE_4_5_MOE
+from headrace.engine.model.families.experts.glm4_moe import GLM4_MOE
 from headrace.engine.model.families.experts.granitemoe import GRANITE_MOE, GRANITE_MOE_SHARED
 from headrace.engine.model.families.experts.mixtral import MIXTRAL
 from headrace.engine.model.families.experts.olmoe import OLMOE
 from headrace.engine.model.families.experts.qwen2_moe import QWEN2_MOE
 from headrace.engine.model.families.experts.qwen3_moe import QWEN3_MOE
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gemma import GEMMA
 from headrace.engine.model.families.gemma2 import GEMMA2
 from headrace.engine.model.families.gemma3_text import GEMMA3
 from headrace.engine.model.families.gguf import GgufHeader
+from headrace.engine.model.families.glm import GLM
+from headrace.engine.model.families.glm4 import GLM4
 from headrace.engine.model.families.granite import GRANITE
+from headrace.engine.model.families.helium import HELIUM
 from headrace.engine.model.families.hf import HfConfig
+from headrace.engine.model.families.hunyuan_v1_dense import HUNYUAN
 from headrace.engine.model.families.llama import LLAMA
 from headrace.engine.model.families.ministral import MINISTRAL
 from headrace.engine.model.families.mistral import MISTRAL
@@ -40,7 +48,8 @@ __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "read_hf_con
 
 FAMILIES: Final = (
     LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4, SEED_OSS,
-    QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE_4_5_MOE,
+    QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE_4_5_MOE, GLM4_MOE,
+    GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
 )  # fmt: skip
 
 QUANTISATION_FILE: Final = "hf_quant_config.json"
@@ -125,7 +134,8 @@ def _family(fields: Fields, families: Sequence[Family]) -> tuple[str, Family]:
                 return family.architecture, family
         fields.refuse("model_type", ", ".join(family.model_type for family in families))
     headless = {family.headless or family.architecture.replace("ForCausalLM", "Model"): family for family in families}
-    known = {family.architecture: family for family in families} | headless
+    former = {name: family for family in families for name in family.former_names}
+    known = {family.architecture: family for family in families} | headless | former
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in known:
         _check_code(fields)
         fields.refuse("architectures", ", ".join(known))
@@ -133,7 +143,7 @@ def _family(fields: Fields, families: Sequence[Family]) -> tuple[str, Family]:
     _check_code(fields, family)
     if fields.data.get("model_type", family.model_type) != family.model_type:
         fields.refuse("model_type", f"{family.model_type}, which goes with {named[0]}")
-    return named[0], family
+    return family.architecture if named[0] in former else named[0], family
 
 
 def _check_code(fields: Fields, family: Family | None = None) -> None:

@@ -133,6 +133,13 @@ class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
         """
         ...
 
+    def rotate(self, qkv_NX: Tensor, step: _Step) -> Tensor:
+        """Return queries, keys and values side by side with queries and keys rotated, before the norms of their heads.
+
+        The result may be `qkv_NX` itself, changed in place.
+        """
+        ...
+
     def pack(self, weight: Stored, bias_O: Tensor | None) -> Packed:
         """Return a weight [O, I] and its bias in the form in which this device multiplies by them."""
         ...

@@ -109,15 +109,20 @@ class Calibration:
         """Return a product's matrix as it is kept, dense; those of its modules that are new are handed to `keep`."""
         values_OI, first = plain.parts["values"], 0
         for part, module in zip(fused.parts, self._modules(fused), strict=True):
-            rows = slice(first, first + part.rows)
+            rows_OI, order = values_OI[first : first + part.rows], self._maker.row_order(part)
             first += part.rows
             if module is None:
                 continue
             weight = found.get(module)
             if weight is None:
-                weight = self._rounded(module, values_OI[rows], self._hessians[plain])
+                in_file_OI = rows_OI if order is None else rows_OI[order]
+                weight = self._rounded(module, in_file_OI, self._hessians[plain])
                 keep(module, weight)
-            values_OI[rows] = weight.to(values_OI.device).dense(torch.float32)
+            kept_OI = weight.to(values_OI.device).dense(torch.float32)
+            if order is None:
+                rows_OI.copy_(kept_OI)
+            else:
+                rows_OI.index_copy_(0, order, kept_OI)
         return plain
 
     def _rounded(self, module: Module, values_OI: Tensor, hessian: Hessian) -> Stored:

@@ -7,7 +7,7 @@ themselves are those of network/.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ from headrace.ops.formats import Stored
 from headrace.ops.stream import Activation, HeadNorms, Stream
 
 __all__ = ["CalibrationOps", "DenseProduct"]
+
+
+_Table: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines, [tokens, head_dim] each."""
 
 
 class DenseProduct(NamedTuple):
@@ -59,8 +63,12 @@ class CalibrationOps:
         if not isinstance(mixer, Attention) or mixer.scores != Attention.scores:
             refuse(spec.architecture, "the mixer of a layer", mixer, "softmax attention, to calibrate with data")
         self._mixer, self._epsilon, self._seen = mixer, layer.norms.epsilon, seen
-        table = rotation_table(spec.ropes[mixer.rope], tokens, mixer.head_dim, device, context=spec.max_context)
-        self._cos_TD, self._sin_TD = (each_TC.repeat(1, 2) for each_TC in table)
+
+        def table(rope: int) -> _Table:
+            return _wide(rotation_table(spec.ropes[rope], mixer, tokens, device, context=spec.max_context))
+
+        self._table = table(mixer.rope)
+        self._early_table = None if mixer.early_rope is None else table(mixer.early_rope)
         self._mask_TT: Tensor | None = None
         if mixer.window is not None and mixer.window < tokens:
             every_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
@@ -111,6 +119,14 @@ class CalibrationOps:
         q_NX, k_NX, v_NX = qkv_NX.split((queries, keys, keys), 1)
         return torch.cat((self._rms(q_NX, norms.q_D), self._rms(k_NX, norms.k_D), v_NX), 1)
 
+    def rotate(self, qkv_NX: Tensor, step: int) -> Tensor:
+        """Return queries, keys and values with queries and keys rotated."""
+        assert self._early_table is not None
+        rotated = self._mixer.heads + self._mixer.kv_heads
+        all_SXTD = qkv_NX.view(-1, step, rotated + self._mixer.kv_heads, self._mixer.head_dim).transpose(1, 2)
+        turned_SXTD = _rotated(all_SXTD[:, :rotated], self._early_table)
+        return torch.cat((turned_SXTD, all_SXTD[:, rotated:]), 1).transpose(1, 2).reshape(qkv_NX.shape)
+
     def attend(
         self,
         stream: Stream,
@@ -133,8 +149,8 @@ class CalibrationOps:
         if head_norms is not None:
             q_SHTD, k_SKTD = self._rms(q_SHTD, head_norms.q_D), self._rms(k_SKTD, head_norms.k_D)
         o_SHTD = functional.scaled_dot_product_attention(
-            self._rotated(q_SHTD),
-            self._rotated(k_SKTD),
+            _rotated(q_SHTD, self._table),
+            _rotated(k_SKTD, self._table),
             v_SKTD,
             attn_mask=self._mask_TT,
             is_causal=self._mask_TT is None,
@@ -157,6 +173,13 @@ class CalibrationOps:
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + self._epsilon).rsqrt() * weight
 
-    def _rotated(self, x_SXTD: Tensor) -> Tensor:
-        first, second = x_SXTD.chunk(2, dim=-1)
-        return x_SXTD * self._cos_TD + torch.cat((-second, first), dim=-1) * self._sin_TD
+
+def _wide(table: tuple[Tensor, Tensor]) -> _Table:
+    """Return cosines and sines of pairs for both elements of each."""
+    cos_TC, sin_TC = table
+    return cos_TC.repeat(1, 2), sin_TC.repeat(1, 2)
+
+
+def _rotated(x_SXTD: Tensor, table: _Table) -> Tensor:
+    first, second = x_SXTD.chunk(2, dim=-1)
+    return x_SXTD * table[0] + torch.cat((-second, first), dim=-1) * table[1]

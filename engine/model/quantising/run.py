@@ -11,7 +11,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -187,7 +187,8 @@ class _Copy:
             before.close()
 
     def _quantised(self, module: Module) -> Stored:
-        values_OI = self._maker.dense(Fused((module.part,), module.shape[1]))
+        in_order = replace(module.part, rotated=None)  # as the file has its rows, and the copy will
+        values_OI = self._maker.dense(Fused((in_order,), module.shape[1]))
         self._maker.check_finite()
         return quantise(Stored.from_dense(values_OI), self._selection.method, symmetric=self._selection.symmetric)
 

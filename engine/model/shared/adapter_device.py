@@ -10,8 +10,10 @@ from headrace.adapters.bank import AdapterBank, AdapterDevice
 from headrace.adapters.files import TakePieces, read_adapter
 from headrace.adapters.layout import MODULES, BlockLayout, ModelShape
 from headrace.adapters.loaded import LoadedAdapter, Stamp
+from headrace.adapters.untrusted import refuse
 from headrace.engine.config import EngineConfig
 from headrace.engine.model.experts import routing_of
+from headrace.engine.model.rope import head_places
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["adapter_device", "adapter_granules", "adapter_shape"]
@@ -26,6 +28,10 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
         ModelRejected: Layers differ: the sites of adapters have one size in all layers.
     """
     attention = spec.uniform_attention
+    for other in spec.attention_kinds:
+        if (other.rotated_dim, other.interleaved) != (attention.rotated_dim, attention.interleaved):
+            refuse(spec.architecture, "the rotated part of a layer's heads", other, "the same in all layers")
+    places = head_places(attention.head_dim, attention.rotated_dim, interleaved=attention.interleaved)
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -35,6 +41,7 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
         ffn_size=0 if routing_of(spec) is not None else spec.uniform_feed.size,
         vocab_size=spec.vocab_size,
         virtual_scale=1.0 if spec.scales_virtual_tokens else 1.0 / spec.embedding_scale,
+        head_places=None if places is None else tuple(places.tolist()),
     )
 
 

@@ -59,6 +59,7 @@ class NativeOps(CpuOps):
         dtype: torch.dtype = torch.bfloat16,
         window: int | None = None,
         scale: float | None = None,
+        early: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Take the threads and memory of `context`, which several may share; the rest is that of `CpuOps`.
 
@@ -76,6 +77,7 @@ class NativeOps(CpuOps):
             window=window,
             scale=scale,
             products=_PRODUCTS,
+            early=early,
         )
         self._context = context
         self._epsilon = eps
@@ -116,7 +118,8 @@ class NativeOps(CpuOps):
             *(each.ctypes.data for each in (positions_N, slots_N, pages, queries)),
             None if given_N2 is None else given_N2.ctypes.data,
         )
-        return NativeStep(len(positions_N), struct, (positions_N, slots_N, pages, queries, given_N2, given))
+        kept = (positions_N, slots_N, pages, queries, given_N2, given)
+        return NativeStep(len(positions_N), batch.positions_N, struct, kept)
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor) -> Tensor:
         """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension, float32."""

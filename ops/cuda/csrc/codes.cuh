@@ -22,6 +22,7 @@ constexpr int kLineUnits = kCoded ? 128 : kLine;  // of a map of weights: bytes,
 constexpr int kGroup = GROUP;
 constexpr int kGroupSteps = kGroup > 0 ? kGroup / 16 : 1;  // products of 16 inputs
 constexpr bool kZeros = ZEROS;
+constexpr int kZeroGroups = kZeros && kGroup == 32 ? 2 : 1;  // of 64 columns, each with zero points of its own
 constexpr int kScaleLines = kCodes == kE4m3 ? 8 : 1;  // lines of weights that share a scale of a group
 constexpr int kScaleBytes = kCodes == kE4m3 ? 4 : 2;
 
@@ -80,8 +81,9 @@ struct Fragments {
   uint32_t steps[4][4];
 };
 
-// Reads part `part` of the lines that `lines` begins, a thread's own address in them; `zero`: of its two lines.
-inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, int lane, const uint32_t (&zero)[2]) {
+// Reads part `part` of the lines that `lines` begins, a thread's own address in them; `zeros`: of its two lines by groups.
+inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, int lane,
+                                      const uint32_t (&zeros)[kZeroGroups][2]) {
   if constexpr (kCodes == kInt4) {
     uint32_t codes[4];
     load_matrices(codes, lines + (((part * 2 + lane / 16) ^ (lane & 7)) << 4));
@@ -89,8 +91,9 @@ inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, i
     for (int i = 0; i < 4; ++i) {  // of lines g, g + 8, and the same 32 columns further
       auto& low = to.steps[i / 2 * 2];
       auto& high = to.steps[i / 2 * 2 + 1];
-      low[i % 2] = make_pair<0>(codes[i], zero[i % 2]), low[i % 2 + 2] = make_pair<1>(codes[i], zero[i % 2]);
-      high[i % 2] = make_pair<2>(codes[i], zero[i % 2]), high[i % 2 + 2] = make_pair<3>(codes[i], zero[i % 2]);
+      const uint32_t zero = zeros[i / 2 * (kZeroGroups - 1)][i % 2];
+      low[i % 2] = make_pair<0>(codes[i], zero), low[i % 2 + 2] = make_pair<1>(codes[i], zero);
+      high[i % 2] = make_pair<2>(codes[i], zero), high[i % 2 + 2] = make_pair<3>(codes[i], zero);
     }
   } else {
 #pragma unroll
@@ -169,15 +172,18 @@ inline __device__ void find_numbers(Number (&found)[2], const uint8_t* at, int g
   }
 }
 
-// What zero points leave of the pairs of a thread's two lines of a block, in the group of a part's first column.
+// What zero points leave of the pairs of a thread's two lines of a block, in the groups of a part's columns.
 template <class S>
-inline __device__ void find_zero(uint32_t (&found)[2], const uint8_t* at, int part, int block, int thread) {
-  found[0] = found[1] = 0x43084308;  // 8, for codes of 4 bits
-  if constexpr (kZeros) {
-    uint8_t zeros[2];
-    find_numbers<S, uint8_t, 1>(zeros, at, part * 4 / kGroupSteps, block, thread);
+inline __device__ void find_zeros(uint32_t (&found)[kZeroGroups][2], const uint8_t* at, int part, int block, int thread) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) found[i] = 0x43004300 | zeros[i] * 0x00010001u;
+  for (int group = 0; group < kZeroGroups; ++group) {
+    found[group][0] = found[group][1] = 0x43084308;  // 8, for codes of 4 bits
+    if constexpr (kZeros) {
+      uint8_t zeros[2];
+      find_numbers<S, uint8_t, 1>(zeros, at, part * 4 / kGroupSteps + group, block, thread);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) found[group][i] = 0x43004300 | zeros[i] * 0x00010001u;
+    }
   }
 }
 

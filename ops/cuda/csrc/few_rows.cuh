@@ -322,9 +322,9 @@ inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&
       for (int own_block = 0; own_block < S::kTeamBlocks; ++own_block) {
         const int block = first_block + own_block;
         Fragments& own = fragments[(own_part * S::kTeamBlocks + own_block) % 2];
-        uint32_t zero[2];
-        find_zero<S>(zero, scales + S::kScaleBytesOf, part, block, thread);
-        make_fragments(own, lines + (part / kAcross * S::kBlocks + block) * kBlockBytes, part % kAcross, lane, zero);
+        uint32_t zeros[kZeroGroups][2];
+        find_zeros<S>(zeros, scales + S::kScaleBytesOf, part, block, thread);
+        make_fragments(own, lines + (part / kAcross * S::kBlocks + block) * kBlockBytes, part % kAcross, lane, zeros);
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           const int at = own_part * 4 + step;  // of 16 columns

@@ -11,7 +11,7 @@ from emulated_cuda import emulated
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge, Output
-from gpu.wearing import make
+from gpu.wearing import make, make_virtual
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.cuda.listed import _WORDS, list_kernels
@@ -19,6 +19,8 @@ from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
 
 EXPERTS = ("qwen3 experts", "qwen2 experts", "mixtral")
+REORDERED = ("phi-4-mini", "glm", "glm4", "ernie 4.5")
+"""Families whose heads are put in another order as they are loaded."""
 SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
 
 
@@ -27,7 +29,9 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
 
 
-@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma3", *EXPERTS])
+@pytest.mark.parametrize(
+    "family", [*REORDERED, "hunyuan", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma3", *EXPERTS]
+)
 def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
     async def run() -> list[Output]:
         async with open_engine(zoo.folder(family), "cuda", **SMALL) as engine:
@@ -42,7 +46,7 @@ def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["phi3", "olmo3"])
+@pytest.mark.parametrize("family", ["phi3", "olmo3", "hunyuan", *REORDERED])
 def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> None:
     made = make(zoo.folder(family), tmp_path, family, {"r": 8, "target_modules": "all-linear"})
 
@@ -58,12 +62,31 @@ def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> No
     Judge(made.merged, "cpu").check(outputs, family)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["olmo3", "hunyuan", *REORDERED])
+def test_keys_and_values_of_a_prefix_are_kept_as_they_are(zoo: Zoo, family: str, tmp_path: Path) -> None:
+    """OLMo 3 scales what it rotates, Hunyuan norms it, and the others order it; a prefix is given behind all that."""
+    made = make_virtual(zoo.folder(family), tmp_path, "prefix")
+
+    async def run() -> list[Output]:
+        async with open_engine(zoo.folder(family), "cuda", **SMALL, adapter_slots=1) as engine:
+            await engine.adapters.load("one", made.folder)
+            prompts = [draw(length, length) for length in (1, 45, 100)]
+            found = [await engine.generate(list(prompt), greedy(8), adapter="one") for prompt in prompts]
+            return [Output(prompt, each.choices[0].token_ids) for prompt, each in zip(prompts, found, strict=True)]
+
+    with emulated():
+        outputs = anyio.run(run)
+    assert made.gaps(outputs).max() < 0.2
+
+
 @pytest.mark.parametrize(
     ("family", "fused"),
     [
         ("exaone4", {"product"}),
         ("olmo3", {"product"}),
         ("gemma3", {"product", "norm, product"}),
+        ("hunyuan", {"product", *(_WORDS[each] for each in ("residual", "norm gated", "factors gated", "gated"))}),
         ("smollm3", set(_WORDS.values()) - {_WORDS["logits"]}),
     ],
 )

@@ -17,6 +17,7 @@ from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weight
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.formats import Stacked, Stored
 
+_QKV = " ".join(f"model.layers.1.self_attn.{part}_proj" for part in "qkv")
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 
 
@@ -58,6 +59,20 @@ def test_weights_are_what_the_specification_says(name: str, tmp_path: Path) -> N
                 kept |= formats(matrix)
         assert seen == products().keys()
         assert kept == (CASES[name].formats if keep_packed else {"bfloat16"})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_rotated_heads_change_places_in_their_format(name: str, tmp_path: Path) -> None:
+    """Helium holds the pairs of rotated elements side by side, and devices half a head apart."""
+    head_dim = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
+    changes = {"architectures": ["HeliumForCausalLM"], "model_type": "helium", "head_dim": head_dim}
+    state = write_checkpoint(tmp_path, CASES[name], **changes)
+    matrix = matrices(load(tmp_path, torch.float32, keep_packed=True))[_QKV]
+    q, k, v = (torch.from_numpy(state[f"{module}.weight"]) for module in _QKV.split())
+    halves = [each.view(-1, head_dim // 2, 2, each.shape[1]).transpose(1, 2).flatten(0, 2) for each in (q, k)]
+    assert torch.equal(matrix.dense(torch.float32), torch.cat([*halves, v]))
+    assert not torch.equal(torch.cat(halves), torch.cat((q, k)))
+    assert formats(matrix) <= CASES[name].formats
 
 
 def test_the_model_has_matrices_with_partial_blocks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import subprocess
 import sys
@@ -54,6 +56,12 @@ EVERY = FAMILIES | {
     "Olmo2ForCausalLM": transformers.Olmo2Config,
     "Olmo3ForCausalLM": transformers.Olmo3Config,
     "Exaone4ForCausalLM": transformers.Exaone4Config,
+    "GlmForCausalLM": transformers.GlmConfig,
+    "Glm4ForCausalLM": transformers.Glm4Config,
+    "Ernie4_5ForCausalLM": transformers.Ernie4_5Config,
+    "HunYuanDenseV1ForCausalLM": transformers.HunYuanDenseV1Config,
+    "HeliumForCausalLM": transformers.HeliumConfig,
+    "GemmaForCausalLM": transformers.GemmaConfig,
 }
 TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
@@ -240,6 +248,176 @@ def test_exaones_pattern_stands_in_for_types_of_layers() -> None:
         from_hf({**data, "sliding_window_pattern": "GL"})
 
 
+GLM4_9B = {
+    "architectures": ["Glm4ForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "model_type": "glm4",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "pad_token_id": 151329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 151552,
+}
+GLM_9B = GLM4_9B | {
+    "architectures": ["GlmForCausalLM"],
+    "model_type": "glm",
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1.5625e-07,
+}
+PHI4_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+    "bos_token_id": 199999,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 199999,
+    "full_attn_mod": 1,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "phi3",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 199999,
+    "partial_rotary_factor": 0.75,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 200064,
+}
+ERNIE = {
+    "architectures": ["Ernie4_5_ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_ernie4_5.Ernie4_5_ForCausalLM"},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 131072,
+    "model_type": "ernie4_5",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_cache": False,
+    "vocab_size": 103424,
+}
+HUNYUAN = {
+    "add_classification_head": False,
+    "architectures": ["HunYuanDenseV1ForCausalLM"],
+    "attention_bias": False,
+    "attention_head_dim": 128,
+    "cla_share_factor": 2,
+    "class_num": 0,
+    "dense_list": [1024, 0],
+    "eod_token_id": 127967,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "model_type": "hunyuan_v1_dense",
+    "norm_type": "rms",
+    "num_attention_heads": 16,
+    "num_experts": 1,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "alpha": 1000.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "type": "dynamic",
+    },
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cla": False,
+    "use_qk_norm": True,
+    "use_rotary_pos_emb": True,
+    "vocab_size": 120818,
+}
+PUBLISHED = {"glm4": GLM4_9B, "glm": GLM_9B, "phi-4-mini": PHI4_MINI, "ernie": ERNIE, "hunyuan": HUNYUAN}
+"""Configs as their authors publish them, with fields that transformers does not know."""
+
+
+@pytest.mark.parametrize(
+    ("name", "rotary_dim", "interleaved"),
+    [("glm4", 64, True), ("glm", 64, True), ("phi-4-mini", 96, False), ("ernie", 128, True), ("hunyuan", 128, False)],
+)
+def test_published_configs_of_models_with_rotations_of_their_own(name: str, rotary_dim: int, interleaved: bool) -> None:
+    config = PUBLISHED[name]
+    spec = from_hf(config)
+    attention = spec.uniform_attention
+    assert (attention.head_dim, attention.rotated_dim, attention.interleaved) == (128, rotary_dim, interleaved)
+    assert (spec.max_context, spec.windows) == (config["max_position_embeddings"], (None,) * spec.num_layers)
+    (kind,) = [each for each in transformers.MODEL_FOR_CAUSAL_LM_MAPPING if each.model_type == config["model_type"]]
+    known = kind(**copy.deepcopy({field: value for field, value in config.items() if field != "auto_map"}))
+    again = from_hf(saved(known, spec.architecture))
+    assert again == replace(spec, checkpoint_dtype=again.checkpoint_dtype)
+    frequencies = spec.ropes[0].inverse_frequencies(rotary_dim, 4096)
+    module = importlib.import_module(kind.__module__.replace("configuration", "modeling"))
+    rotary = next(value for field, value in vars(module).items() if field.endswith("RotaryEmbedding"))(known)
+    np.testing.assert_allclose(frequencies, rotary.inv_freq.numpy(), rtol=2e-6, atol=0)
+    assert spec.ropes[0].magnitude == pytest.approx(rotary.attention_scaling, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "field"),
+    [
+        (GLM4_9B, {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
+        (GLM4_9B, {"partial_rotary_factor": 0.34}, "partial_rotary_factor"),
+        (GLM4_9B, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        (GLM4_9B, {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": "half"}}, "partial_rotary_factor"),
+        (PHI4_MINI, {"partial_rotary_factor": 1.0}, "short_factor"),
+        (ERNIE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (HUNYUAN, {"use_qk_norm": False}, "use_qk_norm"),
+        (HUNYUAN, {"use_cla": True}, "use_cla"),
+        (HUNYUAN, {"num_experts": 8}, "num_experts"),
+        (HUNYUAN, {"rope_scaling": {"type": "dynamic", "alpha": "x"}}, "alpha"),
+        (HUNYUAN, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type"),
+    ],
+)
+def test_what_such_models_may_not_say(config: dict[str, Any], change: dict[str, Any], field: str) -> None:
+    with pytest.raises(ModelRejected) as caught:
+        from_hf(config | change)
+    assert caught.value.field == field and "config.json" in str(caught.value)
+
+
 def test_the_oldest_spelling_of_linear_scaling() -> None:
     assert from_hf(llama(rope_scaling={"type": "linear", "factor": 4})).ropes == (Rope(5e5, Linear(4.0)),)
 
@@ -348,7 +526,8 @@ def test_any_values_give_a_spec_or_a_refusal(architecture: str, data: st.DataObj
     assert isinstance(spec, DecoderSpec)
     attention = spec.uniform_attention
     assert attention.heads % attention.kv_heads == 0 and len(spec.windows) == spec.num_layers
-    assert np.isfinite(spec.ropes[attention.rope].inverse_frequencies(attention.head_dim, 64)).all()
+    assert np.isfinite(spec.ropes[attention.rope].inverse_frequencies(attention.rotated_dim, 64)).all()
+    assert 2 <= attention.rotated_dim <= attention.head_dim and attention.rotated_dim % 2 == 0
 
 
 def gguf_model(**changes: object) -> dict[str, object]:

@@ -189,6 +189,30 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         raise error
 
 
+@pytest.mark.parametrize(
+    ("architecture", "tensor"),
+    [
+        ("Glm", "model.layers.1.mlp.gate_up_proj.weight"),
+        ("Glm4", "model.layers.1.post_self_attn_layernorm.weight"),
+        ("HunYuanDenseV1", "model.layers.0.self_attn.key_layernorm.weight"),
+        ("Phi3", "model.layers.0.self_attn.qkv_proj.weight"),
+    ],
+)
+def test_names_of_a_family_alone_are_those_of_the_errors(architecture: str, tensor: str, tmp_path: Path) -> None:
+    config = getattr(transformers, f"{architecture}Config")(**SIZES, pad_token_id=None)
+    getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(tmp_path)
+    load(tmp_path)
+    other = tensor.replace("_proj", "_project").replace("_layernorm", "_norm")
+    save_changed(tmp_path, lambda tensors: {**tensors, other: torch.ones(2)})
+    error = rejected(tmp_path)
+    assert error.field == other and "left over" in str(error)
+    save_changed(
+        tmp_path, lambda tensors: {name: each for name, each in tensors.items() if name not in (tensor, other)}
+    )
+    error = rejected(tmp_path)
+    assert error.field == tensor and "missing" in str(error)
+
+
 def test_values_too_large_for_the_wanted_dtype_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     save_changed(tmp_path, lambda tensors: {**tensors, K1: torch.full((32, 48), 1e6)})

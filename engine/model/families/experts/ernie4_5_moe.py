@@ -10,23 +10,22 @@ import re
 from dataclasses import replace
 
 from headrace.engine.model.experts import ExpertsFeed, SharedExpert
-from headrace.engine.model.families.experts.reading import EXPERT_NAMES, expert_size, read_routing
+from headrace.engine.model.families.experts.reading import (
+    EXPERT_NAMES,
+    MOST_SHARED,
+    SHARED_EXPERTS,
+    expert_size,
+    read_routing,
+)
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
 
 __all__ = ["ERNIE_4_5_MOE"]
 
-_ROLES = {
-    **EXPERT_NAMES.roles,
-    "correction": "mlp.moe_statics",
-    "shared_gate": "mlp.shared_experts.gate_proj",
-    "shared_up": "mlp.shared_experts.up_proj",
-    "shared_down": "mlp.shared_experts.down_proj",
-}
+_ROLES = {**EXPERT_NAMES.roles, **SHARED_EXPERTS, "correction": "mlp.moe_statics"}
 _UNREAD = re.compile(rf"{EXPERT_NAMES.harmless.pattern}|(model\.)?mtp_.*")
-_NAMES = replace(EXPERT_NAMES, roles=_ROLES, harmless=_UNREAD, interleaved=True)
-_MOST_SHARED = 64
+_NAMES = replace(EXPERT_NAMES, roles=_ROLES, harmless=_UNREAD)
 
 
 def _feed(config: HfConfig) -> ExpertsFeed:
@@ -34,7 +33,7 @@ def _feed(config: HfConfig) -> ExpertsFeed:
     config.real("moe_norm_min", 0.0, 1e-6, 1e-12)  # the least sum that weights are divided by: none is as small
     size, shared = expert_size(config, "moe_intermediate_size", 1536), None
     if config.data.get("moe_num_shared_experts") != 0:
-        shared = SharedExpert(size * config.size("moe_num_shared_experts", _MOST_SHARED, 2))
+        shared = SharedExpert(size * config.size("moe_num_shared_experts", MOST_SHARED, 2))
     return ExpertsFeed(replace(routing, renormalise=True), size, shared=shared, correction_dims=2)
 
 
@@ -54,7 +53,7 @@ def _has_experts(config: HfConfig) -> list[bool]:
 def _from_config(config: HfConfig) -> DecoderSpec:
     if config.flag("use_bias", False):
         config.refuse("use_bias", "false")
-    attention, norms = config.attention(kv_heads=4), config.norms(1e-5)
+    attention, norms = replace(config.attention(kv_heads=4), interleaved=True), config.norms(1e-5)
     dense, routed = config.dense(), _feed(config)
     layers = [LayerSpec(attention, routed if each else dense, norms) for each in _has_experts(config)]
     return config.decoder(layers, [config.rope(attention, 5e5)], _NAMES, is_tied=True)

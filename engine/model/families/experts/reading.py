@@ -11,10 +11,12 @@ from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.spec import LIMITS, FeedSpec
 from headrace.ops.routing import Routing
 
-__all__ = ["COUNTS", "EXPERT_NAMES", "by_step", "expert_size", "read_routing"]
+__all__ = ["COUNTS", "EXPERT_NAMES", "MOST_SHARED", "SHARED_EXPERTS", "by_step", "expert_size", "read_routing"]
 
 COUNTS: Final = frozenset(("num_experts", "num_local_experts"))
 """Fields that give the number of experts, by either name."""
+MOST_SHARED: Final = 64
+"""Most shared experts of a layer, which are one that is so many times as wide."""
 _MOST_EXPERTS = 1 << 16  # of all layers together
 
 EXPERT_NAMES: Final = replace(
@@ -33,6 +35,12 @@ EXPERT_NAMES: Final = replace(
     },
 )
 """Names that Qwen's classes in transformers give to the roles, and those of most families with experts after it."""
+SHARED_EXPERTS: Final = {
+    "shared_gate": "mlp.shared_experts.gate_proj",
+    "shared_up": "mlp.shared_experts.up_proj",
+    "shared_down": "mlp.shared_experts.down_proj",
+}
+"""Names of the shared expert in families that may have several."""
 
 
 def read_routing(

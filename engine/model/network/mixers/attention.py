@@ -3,7 +3,8 @@
     x' = x + norm_r(W_o softmax(s q k^T) v),   s = 1 / sqrt(D) or the model's own
     q, k, v = rope(norm_h(W_q n)), rope(norm_h(W_k n)), W_v n,   n = norm(x)
 
-A model may lack each of these norms, and norm_h may be of each head or of all heads together.
+A model may lack each of these norms, and norm_h may be of each head or of all heads together. It may also come after
+the rotation: q = norm_h(rope(W_q n)).
 Vaswani et al. (2017), Su et al. (2021) for rope, Ainslie et al. (2023) for key heads shared by groups, Henry et al.
 (2020) for norms of heads, Jiang et al. (2023) for windows. Scores and their softmax are the device's.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
 from headrace.engine.model.network.placement import add_result, enter
-from headrace.engine.model.spec import LayerSpec
+from headrace.engine.model.spec import Attention, LayerSpec
 from headrace.ops.stream import HeadNorms, Stream
 
 __all__ = ["SoftmaxAttention"]
@@ -35,6 +36,7 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
         self._o = ops.pack(matrices["o"], vectors.get("o_bias"))
         self._head_norms = HeadNorms(vectors["q_norm_D"], vectors["k_norm_D"]) if "q_norm_D" in vectors else None
         self._wide_norms = HeadNorms(vectors["q_norm_X"], vectors["k_norm_X"]) if "q_norm_X" in vectors else None
+        self._rotates_early = isinstance(spec.mixer, Attention) and spec.mixer.early_rope is not None
         self._device, self._layer = ops, layer
 
     def __call__(
@@ -48,10 +50,12 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
     def _attend(self, ops: BlockOps[Packed, Step, Kv], stream: Stream, step: Step, kv: Kv) -> tuple[Tensor, Tensor]:
         """Return (softmax(s q k^T) v, the sum of the stream)."""
         norm_E, layer = self.entry_norm_E, self._layer
-        if norm_E is not None and self._wide_norms is None:
+        if norm_E is not None and self._wide_norms is None and not self._rotates_early:
             return ops.attend(stream, norm_E, self._qkv, self._head_norms, step, kv, layer)
         x_NE, total_NE = enter(ops, stream, norm_E)
         qkv_NX = ops.linear(x_NE, self._qkv, layer, "qkv")
         if self._wide_norms is not None:
             qkv_NX = self._device.norm_across_heads(qkv_NX, self._wide_norms)
+        if self._rotates_early:
+            qkv_NX = self._device.rotate(qkv_NX, step)
         return ops.attend_with(qkv_NX, self._head_norms, step, kv, layer), total_NE
