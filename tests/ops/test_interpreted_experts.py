@@ -177,7 +177,7 @@ COMMIT = head(Path(__file__).parent)
 def some_formats() -> list[str]:
     """Names of formats, of which the commit chooses a few: the interpreter takes seconds for each."""
     names = [label(format) for format in FORMATS]
-    return names if os.environ.get("HEADRACE_MATRIX") == "all" else chosen(names, 5, COMMIT)
+    return names if os.environ.get("HEADRACE_MATRIX") == "all" else chosen(names, 2, COMMIT)
 
 
 @pytest.mark.parametrize(("part", "lines"), [("choices", 4), ("dense", 7), ("codes", 2)])
