@@ -103,6 +103,10 @@ class CudaOps:
             return self.products.pack_codes(codes, bias_O, self.shape.head_dim, dtype)
         return self.products.pack(weight.dense(dtype), bias_O, self.shape.head_dim, dtype)
 
+    def keep_sinks(self, layer: int, sinks_H: Tensor) -> NoReturn:
+        """Raise `NotImplementedError`: no kernel computes sinks."""
+        raise NotImplementedError(f"no kernel computes the {len(sinks_H)} sinks of layer {layer}")
+
     def pack_experts(self, experts: Experts) -> NoReturn:
         """Raise `NotImplementedError`: no kernel computes experts."""
         raise NotImplementedError(f"no kernel computes {experts.routing.experts} experts")
