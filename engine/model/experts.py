@@ -45,6 +45,8 @@ class ExpertsFeed(FeedSpec):
     """Width of an expert's gate."""
     activation: ExpertActivation = "silu"
     shared: SharedExpert | None = None
+    biased: bool = False
+    """Whether router, gates, ups and results have biases, stored as in gpt-oss: each gate's beside its up's."""
     correction_dims: Literal[0, 1, 2] = 0
     """Dimensions of the checkpoint's tensor of corrections, [X] or [1, X], which are added to scores for the choice
     alone; 0 for a model without."""
@@ -62,6 +64,10 @@ def _parameters(feed: ExpertsFeed, hidden_size: int) -> Mapping[str, Fused]:
     if feed.correction_dims:
         rows, columns = (count, None) if feed.correction_dims == 1 else (1, count)
         found["correction"] = Fused((Part("correction.e_score_correction_bias", rows),), columns, in_float32=True)
+    if feed.biased:
+        found["router_bias_X"] = Fused((Part("router.bias", count),), None, in_float32=True)
+        for name, columns in (("gate_up_proj_bias", 2 * feed.size), ("down_proj_bias", hidden_size)):
+            found[name] = Fused((Part(f"experts.{name}", count),), columns, in_float32=True)
     gate_up = matrix(hidden_size, expert_gate=feed.size, expert_up=feed.size)
     down = matrix(feed.size, expert_down=hidden_size)
     found.update((gate_up_of(expert), gate_up.of_expert(expert)) for expert in range(count))

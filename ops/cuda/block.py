@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
@@ -106,6 +106,10 @@ class CudaOps:
             codes = [codes_of(piece) for piece in pieces]
             return self.products.pack_codes(codes, bias_O, self.shape.head_dim, dtype)
         return self.products.pack(weight.dense(dtype), bias_O, self.shape.head_dim, dtype)
+
+    def keep_sinks(self, layer: int, sinks_H: Tensor) -> NoReturn:
+        """Raise `NotImplementedError`: no kernel computes sinks."""
+        raise NotImplementedError(f"no kernel computes the {len(sinks_H)} sinks of layer {layer}")
 
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""

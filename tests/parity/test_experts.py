@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import tiny_models
 import torch
 import transformers
 from model_driver import OPERATIONS, ModelUnderTest, capacity
+from quantised_layouts import mxfp4
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.engine import Engine, SamplingParams
+from headrace.engine import Engine, ModelRejected, SamplingParams
 from headrace.engine.model.checkpoint.weights import load_weights
+from headrace.engine.model.cpu.sizing import runs_native
 from headrace.engine.model.experts import ExpertsFeed
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.spec import DecoderSpec, DenseFeed
@@ -87,6 +90,13 @@ FAMILIES: dict[str, Made] = {
     "glm, not renormalised, no dense feed": made(
         "Glm4Moe", **TOP, **SMALL, n_routed_experts=8, first_k_dense_replace=0, norm_topk_prob=False
     ),
+    "gpt-oss, windowed": made(
+        "GptOss", **TOP, num_local_experts=8, head_dim=16, sliding_window=WINDOW,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        },
+    ),
 }  # fmt: skip
 LENGTHS = (64, 40, 17)
 
@@ -119,6 +129,8 @@ def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: boo
     model, sequences, expected = reference(family)
     model.save_pretrained(tmp_path)
     spec, tested = ModelUnderTest.load(tmp_path, native=native)
+    if native and not runs_native(spec):
+        pytest.skip("a variant of attention, which torch's operations compute")
     kinds = {type(layer.feed) for layer in spec.layers}
     assert kinds == ({ExpertsFeed, DenseFeed} if "layer" in family else {ExpertsFeed}), "what is tested was meant"
     assert (set(spec.windows) != {None}) == ("windowed" in family)
@@ -185,6 +197,8 @@ BUGS: dict[str, tuple[str, Callable[[ExpertsFeed], ExpertsFeed]]] = {
     "no groups": ("glm, groups, scaled, dense first layers", rerouted(groups=1, top_groups=1)),
     "groups by their best alone": ("glm, groups, scaled, dense first layers", rerouted(group_score="max")),
     "softmax for sigmoid": ("glm, groups, scaled, dense first layers", rerouted(score="softmax")),
+    "no biases of experts": ("gpt-oss, windowed", lambda feed: replace(feed, biased=False)),
+    "silu for the clamped gate": ("gpt-oss, windowed", lambda feed: replace(feed, activation="silu")),
     "another activation": ("olmoe", lambda feed: replace(feed, activation="gelu_tanh")),
 }
 
@@ -197,11 +211,76 @@ def test_a_planted_bug_changes_logits(bug: str, native: bool, tmp_path: Path) ->
     model, sequences, expected = reference(family)
     model.save_pretrained(tmp_path)
     spec = from_hf(read_hf_config(tmp_path))
+    if native and not runs_native(spec):
+        pytest.skip("a variant of attention, which torch's operations compute")
     layers = tuple(
         replace(layer, feed=change(layer.feed)) if isinstance(layer.feed, ExpertsFeed) else layer
         for layer in spec.layers
     )
     assert differs(tmp_path, spec, replace(spec, layers=layers), sequences[0], expected[0], native)
+
+
+def test_sinks_change_logits(tmp_path: Path) -> None:
+    model, sequences, expected = reference("gpt-oss, windowed")
+    model.save_pretrained(tmp_path)
+    spec = from_hf(read_hf_config(tmp_path))
+    change_tensors(tmp_path, lambda tensors: [tensors[name].fill_(-50.0) for name in tensors if "sinks" in name])
+    assert differs(tmp_path, spec, spec, sequences[0], expected[0], native=False)
+
+
+def test_mxfp4_stacks_are_what_their_numbers_stand_for(tmp_path: Path) -> None:
+    """As OpenAI stores gpt-oss: experts in blocks of 32 inputs, all else in plain numbers."""
+    model, sequences, _ = reference("gpt-oss, windowed")
+    wide = type(model.config)(**(model.config.to_dict() | {"intermediate_size": 64}))
+    torch.manual_seed(3)
+    model = type(model)(wide).eval()
+    model.save_pretrained(tmp_path)
+    write, drawn, plain = mxfp4("blocks", "scales", blocked=True), np.random.default_rng(5), dict[str, Tensor]()
+
+    def pack(tensors: dict[str, Tensor]) -> None:
+        for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:
+            experts, ins, outs = tensors.pop(name).shape
+            made = [write(drawn, outs, ins) for _ in range(experts)]
+            for part in ("blocks", "scales"):
+                tensors[f"{name}_{part}"] = torch.stack([parts[part] for parts, _ in made])
+            plain[name] = torch.from_numpy(np.stack([values.T for _, values in made]))
+
+    change_tensors(tmp_path, pack)
+    config = json.loads((tmp_path / "config.json").read_text())
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model.load_state_dict(plain, strict=False)
+    _, tested = ModelUnderTest.load(tmp_path)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([sequences[0]])).logits[0]
+    (found,) = tested.logits(sequences[:1], 9)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+    weights = load_weights(tmp_path, from_hf(config), dtype=torch.float32, device="cpu", keep_packed=True)
+    assert {weights.layers[0].feed.matrices[name].format.name for name in ("gate_up_3", "down_7")} == {"mxfp4"}
+    scales = "model.layers.1.mlp.experts.down_proj_scales"
+    change_tensors(tmp_path, lambda tensors: tensors[scales][7, 3].fill_(255))
+    with pytest.raises(ModelRejected, match=rf"{scales} is nan at \[7, 3, 0\]"):
+        load_weights(tmp_path, from_hf(config), dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"swiglu_limit": 5.0}, "swiglu_limit"), ({"swiglu_alpha": 1.0}, "swiglu_alpha"), ({"rope_parameters": None}, "")],
+)
+def test_a_gpt_oss_with_another_gate_or_an_unnamed_rope_is_refused(changes: dict[str, Any], field: str) -> None:
+    model, _, _ = reference("gpt-oss, windowed")
+    config = json.loads(model.config.to_json_string()) | {"architectures": ["GptOssForCausalLM"]} | changes
+    with pytest.raises(ModelRejected) as caught:
+        from_hf(config)
+    assert field in str(caught.value.field)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
 
 
 @pytest.mark.parametrize("native", OPERATIONS)

@@ -24,7 +24,7 @@ from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.shared.results import step_result
-from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, SoftcappedAttention
+from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, SinkAttention, SoftcappedAttention
 from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan
 from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
@@ -58,6 +58,10 @@ def _softcapped(attention: Attention) -> Weigh:
 
 
 _VARIANTS: Variants = MappingProxyType({SoftcappedAttention.scores: _softcapped})
+
+
+_OWN_SCORES: Final = (Attention.scores, SinkAttention.scores)
+"""Scores that `CpuOps` weighs by itself."""
 
 
 class _Sizes(TypedDict):
@@ -106,8 +110,8 @@ def cpu_ops(
     found: dict[MixerSpec, CpuOps] = {}
     for attention in spec.attention_kinds:
         variant = variants.get(attention.scores)
-        if variant is None and attention.scores != Attention.scores:
-            known = ", ".join((Attention.scores, *variants))
+        if variant is None and attention.scores not in _OWN_SCORES:
+            known = ", ".join((*_OWN_SCORES, *variants))
             refuse(spec.architecture, "the scores of a layer's attention", attention.scores, known)
         cos, sin = table(attention, attention.rope)
         sizes: _Sizes = {
@@ -126,7 +130,8 @@ def cpu_ops(
             found[attention] = NativeOps(context, **sizes, dtype=dtype)
         else:
             weigh = None if variant is None else variant(attention)
-            found[attention] = CpuOps(**sizes, dtype=dtype, weigh=weigh, products=products)
+            has_sinks = isinstance(attention, SinkAttention)
+            found[attention] = CpuOps(**sizes, dtype=dtype, weigh=weigh, has_sinks=has_sinks, products=products)
     return found
 
 

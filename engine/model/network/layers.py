@@ -18,7 +18,15 @@ from headrace.engine.model.network.feeds.dense import GatedFeed
 from headrace.engine.model.network.feeds.experts import RoutedFeed
 from headrace.engine.model.network.mixers.attention import SoftmaxAttention
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
-from headrace.engine.model.spec import Attention, DenseFeed, FeedSpec, LayerSpec, MixerSpec, SoftcappedAttention
+from headrace.engine.model.spec import (
+    Attention,
+    DenseFeed,
+    FeedSpec,
+    LayerSpec,
+    MixerSpec,
+    SinkAttention,
+    SoftcappedAttention,
+)
 from headrace.ops.stream import Stream
 
 __all__ = ["FEEDS", "MIXERS", "Feed", "FeedMaker", "Feeds", "Mixer", "MixerMaker", "Mixers"]
@@ -95,5 +103,7 @@ Mixers: TypeAlias = Mapping[type[MixerSpec], MixerMaker]
 Feeds: TypeAlias = Mapping[type[FeedSpec], FeedMaker]
 """What computes each kind of feed, by the type of its spec."""
 
-MIXERS: Mixers = MappingProxyType({Attention: SoftmaxAttention, SoftcappedAttention: SoftmaxAttention})
+MIXERS: Mixers = MappingProxyType(
+    {Attention: SoftmaxAttention, SoftcappedAttention: SoftmaxAttention, SinkAttention: SoftmaxAttention}
+)
 FEEDS: Feeds = MappingProxyType({DenseFeed: GatedFeed, ExpertsFeed: RoutedFeed})

@@ -148,6 +148,10 @@ class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
         """Return the output head's weight in the form in which this device multiplies by it."""
         ...
 
+    def keep_sinks(self, layer: int, sinks_H: Tensor) -> None:
+        """Take the scores, float32, of the keys without values that a layer's attention has, one in each head."""
+        ...
+
     def pack_experts(self, experts: Experts) -> PackedExperts:
         """Return a layer's router and experts in the form in which this device computes them.
 

@@ -78,6 +78,10 @@ class CalibrationOps:
         """Return a weight ready to multiply in float32."""
         return DenseProduct(weight, weight.dense(torch.float32), bias_O)
 
+    def keep_sinks(self, layer: int, sinks_H: Tensor) -> NoReturn:
+        """Raise `ModelRejected`: sinks are not computed here."""
+        refuse("model", "the sinks of a layer's heads", len(sinks_H), "plain softmax, to calibrate with data")
+
     def pack_experts(self, experts: Experts) -> NoReturn:
         """Raise `ModelRejected`: some experts may see too few of the tokens to be calibrated with."""
         refuse("model", "experts", experts.routing, "dense feeds, to calibrate with data")

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import anyio
+import gguf
 import numpy as np
 import peft
 import pytest
 import torch
 from expert_models import CONFIG, expert_folder, expert_model
+from gguf import GGMLQuantizationType as Kind
+from gguf_models import encoded
 from model_driver import ENGINE_OPS, OPERATIONS, ModelUnderTest, capacity
 from quantised_checkpoints import CASES
 from safetensors.torch import load_file, save_file
@@ -24,6 +27,7 @@ from headrace.adapters.files import read_adapter
 from headrace.engine import Engine, EngineConfig, InvalidParams, ModelRejected, SamplingParams
 from headrace.engine.inspection.inspect import inspect_model
 from headrace.engine.life.build import open_engine
+from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import describe_weights, load_weights, open_weights
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.runner import cpu_ops
@@ -362,3 +366,100 @@ def test_what_quantising_a_folder_does_not_do_is_refused(
     with pytest.raises(InvalidParams, match=told):
         quantise_folder(tmp_path / "plain", tmp_path / "small", "int8", watcher=Quiet(), ids_ST=ids_ST)
     assert not (tmp_path / "small").exists()
+
+
+ROLES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
+}  # fmt: skip
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_tensors(tensors: Tensors) -> Tensors:
+    """The tensors of a Qwen3-MoE checkpoint as a GGUF file names and stacks them."""
+    found = {f"{name}.weight": tensors[f"{hf}.weight"] for hf, name in TOP.items()}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        found |= {f"blk.{layer}.{name}.weight": tensors[f"{prefix}{hf}.weight"] for hf, name in ROLES.items()}
+        for kind in ("gate", "up", "down"):
+            each = [tensors[f"{prefix}mlp.experts.{expert}.{kind}_proj.weight"] for expert in range(8)]
+            found[f"blk.{layer}.ffn_{kind}_exps.weight"] = torch.stack(each)
+    return found
+
+
+def write_gguf(path: Path, tensors: Tensors, kind: Kind, count: int = 8) -> Tensors:
+    """Write a file whose matrices but routers are of `kind`; return what the gguf package reads from it."""
+    drawn, found = np.random.default_rng(3), dict[str, Tensor]()
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_block_count(2)
+    writer.add_context_length(256)
+    writer.add_embedding_length(256)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(3)
+    writer.add_expert_feed_forward_length(256)
+    for name, tensor in tensors.items():
+        raw_kind = kind if tensor.ndim > 1 and "gate_inp" not in name else Kind.F32
+        matrix = tensor.float().numpy().reshape(-1, tensor.shape[-1])
+        raw = encoded(matrix, raw_kind, drawn)
+        found[name] = torch.from_numpy(gguf.quants.dequantize(raw, raw_kind)).reshape(tensor.shape)
+        writer.add_tensor(name, raw.reshape(*tensor.shape[:-1], -1), raw_dtype=raw_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return found
+
+
+GGUF_SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_a_gguf_file_with_experts(kind: Kind, tmp_path: Path) -> None:
+    model = expert_model("Qwen3Moe", **GGUF_SIZES)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half().float()
+    tensors = gguf_tensors(saved(model, tmp_path))
+    numbers = write_gguf(tmp_path / "tiny.gguf", tensors, kind)
+    with GgufFile(tmp_path / "tiny.gguf") as file:
+        spec = file.spec()
+        weights = load_weights(file, spec, dtype=torch.float32, device="cpu", keep_packed=True)
+    for layer in range(2):
+        for expert in range(8):
+            matrices = weights.layers[layer].feed.matrices
+            rows = [numbers[f"blk.{layer}.ffn_{each}_exps.weight"][expert] for each in ("gate", "up")]
+            assert torch.equal(matrices[gate_up_of(expert)].dense(torch.float32), torch.cat(rows))
+            assert (matrices[gate_up_of(expert)].format.name == "float32") == (kind is Kind.F16)
+    if kind is Kind.F16:
+        tested = ModelUnderTest.open_gguf(tmp_path / "tiny.gguf", torch.float32, keep_packed=False)
+        with torch.inference_mode():
+            wanted = model(torch.tensor([list(range(20))])).logits[0]
+        (found,) = tested.logits([list(range(20))], 128)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
+def saved(model: Any, folder: Path) -> Tensors:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("count", "change", "told"),
+    [
+        (4, lambda t: None, r"ffn_gate_inp.weight is \[8, 256\]; wanted: the shape \[4, 256\]"),
+        (9, lambda t: None, "of 8 experts; wanted: more than 8"),
+        (8, lambda t: t.pop("blk.1.ffn_up_exps.weight"), "blk.1.ffn_up_exps.0.weight is missing"),
+        (8, lambda t: t.update({"blk.1.ffn_up_exps.weight": torch.ones(8, 256)}), r"\[experts, out, in\]"),
+    ],
+)
+def test_a_gguf_file_whose_experts_disagree_is_refused(count: int, change: Any, told: str, tmp_path: Path) -> None:
+    tensors = gguf_tensors(saved(expert_model("Qwen3Moe", **GGUF_SIZES), tmp_path))
+    change(tensors)
+    write_gguf(tmp_path / "tiny.gguf", tensors, Kind.Q8_0, count)
+    with GgufFile(tmp_path / "tiny.gguf") as file, pytest.raises(ModelRejected, match=told):
+        load_weights(file, file.spec(), dtype=torch.float32, device="cpu", empty=no_memory)

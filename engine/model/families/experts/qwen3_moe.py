@@ -8,12 +8,32 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.experts import ExpertsFeed
-from headrace.engine.model.families.experts.reading import COUNTS, EXPERT_NAMES, by_step, expert_size, read_routing
+from headrace.engine.model.families.experts.reading import (
+    COUNTS,
+    EXPERT_NAMES,
+    MOST_EXPERTS,
+    by_step,
+    expert_size,
+    read_routing,
+)
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GGUF_NAMES, GgufHeader
 from headrace.engine.model.families.hf import HfConfig
-from headrace.engine.model.spec import DecoderSpec, LayerSpec
+from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
+from headrace.ops.routing import Routing
 
 __all__ = ["QWEN3_MOE"]
+
+_GGUF_NAMES = replace(
+    GGUF_NAMES,
+    roles={
+        **GGUF_NAMES.roles,
+        "router": "ffn_gate_inp",
+        "expert_gate": "ffn_gate_exps.{}",
+        "expert_up": "ffn_up_exps.{}",
+        "expert_down": "ffn_down_exps.{}",
+    },
+)
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
@@ -29,4 +49,20 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder(layers, [config.rope(attention)], EXPERT_NAMES)
 
 
-QWEN3_MOE = Family("Qwen3MoeForCausalLM", "qwen3_moe", _from_config, heeds=COUNTS)
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    header.refuse_window()
+    count, used, size = (header.key(f"expert_{each}") for each in ("count", "used_count", "feed_forward_length"))
+    experts = header.size(count, MOST_EXPERTS // header.num_layers)
+    routing = Routing(experts, header.size(used, experts), renormalise=True)
+    feed = ExpertsFeed(routing, header.size(size, LIMITS["ffn_size"]))
+    return header.decoder(LayerSpec(replace(header.attention(), qk_norm=True), feed, header.norms()), _GGUF_NAMES)
+
+
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    _from_config,
+    heeds=COUNTS | {"expert_count", "expert_used_count", "expert_feed_forward_length"},
+    gguf="qwen3moe",
+    from_header=_from_header,
+)

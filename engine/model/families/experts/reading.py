@@ -11,13 +11,23 @@ from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.spec import LIMITS, FeedSpec
 from headrace.ops.routing import Routing
 
-__all__ = ["COUNTS", "EXPERT_NAMES", "MOST_SHARED", "SHARED_EXPERTS", "by_step", "expert_size", "read_routing"]
+__all__ = [
+    "COUNTS",
+    "EXPERT_NAMES",
+    "MOST_EXPERTS",
+    "MOST_SHARED",
+    "SHARED_EXPERTS",
+    "by_step",
+    "expert_size",
+    "read_routing",
+]
 
 COUNTS: Final = frozenset(("num_experts", "num_local_experts"))
 """Fields that give the number of experts, by either name."""
 MOST_SHARED: Final = 64
 """Most shared experts of a layer, which are one that is so many times as wide."""
-_MOST_EXPERTS = 1 << 16  # of all layers together
+MOST_EXPERTS: Final = 1 << 16
+"""Most experts of all layers together."""
 
 EXPERT_NAMES: Final = replace(
     HF_NAMES,
@@ -65,7 +75,7 @@ def read_routing(
     for other in given[1:]:
         if config.data[other] != config.data[field]:
             config.refuse(other, f"{config.data[field]!r}, as {field} says")
-    count = config.size(field, _MOST_EXPERTS // config.num_layers, experts)
+    count = config.size(field, MOST_EXPERTS // config.num_layers, experts)
     return Routing(count, config.size(top_k_name, count, top_k))
 
 

@@ -70,12 +70,17 @@ class _SharedFeed(Generic[Packed, Step, Kv]):
 
 
 def _experts(feed: ExpertsFeed, weights: SublayerWeights) -> Experts:
-    every = range(feed.routing.experts)
+    every, vectors, biases = range(feed.routing.experts), weights.vectors, dict[str, Tensor]()
+    if feed.biased:
+        mixed_XF = vectors["gate_up_proj_bias"]
+        biases["router_bias_X"], biases["down_bias_XE"] = vectors["router_bias_X"], vectors["down_proj_bias"]
+        biases["gate_up_bias_XF"] = torch.cat((mixed_XF[:, ::2], mixed_XF[:, 1::2]), 1)
     return Experts(
         feed.routing,
         weights.vectors[ROUTER],
         tuple(weights.matrices[gate_up_of(expert)] for expert in every),
         tuple(weights.matrices[down_of(expert)] for expert in every),
         feed.activation,
-        correction_X=weights.vectors["correction"].flatten() if feed.correction_dims else None,
+        correction_X=vectors["correction"].flatten() if feed.correction_dims else None,
+        **biases,
     )

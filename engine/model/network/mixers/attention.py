@@ -38,6 +38,8 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
         self._wide_norms = HeadNorms(vectors["q_norm_X"], vectors["k_norm_X"]) if "q_norm_X" in vectors else None
         self._rotates_early = isinstance(spec.mixer, Attention) and spec.mixer.early_rope is not None
         self._device, self._layer = ops, layer
+        if "sinks_H" in vectors:
+            ops.keep_sinks(layer, vectors["sinks_H"])
 
     def __call__(
         self, ops: BlockOps[Packed, Step, Kv], stream: Stream, next_norm_E: Tensor | None, step: Step, kv: Kv
