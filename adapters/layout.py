@@ -54,6 +54,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
+    """Width of every layer's feed; 0 for a model with experts, of whose feeds adapters update none."""
     vocab_size: int
     virtual_scale: float = 1.0
     """Factor of the embeddings of virtual tokens, for a model that will multiply them by a factor they do not have."""

@@ -22,6 +22,7 @@ PROMPT_KEY = "prompt_embeddings"
 """Name of the only tensor in the file of an adapter of virtual tokens."""
 _JOINED = {site: modules for site, modules in SITES.items() if len(modules) > 1}
 """Modules that some models have as one, by its name."""
+_FEED = ("gate", "up", "down", "gate_up")
 _KINDS = {"F32": 0, "F16": 1, "BF16": 2}
 _ALIGNMENT = 16  # bytes, since a tensor may follow another of smaller numbers
 _Place = tuple[int, str]
@@ -170,10 +171,7 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
                 refuse_file(WEIGHTS_FILE, "tensor", key, f"one of its module, which {known[half]} is")
             known[half] = key
         elif not _is_frozen_base(key, entry, shape):
-            names = shape.names
-            modules = f"{', '.join(name for name, _ in names.modules)} in layers 0 to {shape.num_layers - 1}"
-            tops = f"of {names.embedding.rpartition('.')[2]} and of {names.head}"
-            refuse_file(WEIGHTS_FILE, "tensor", key, f"updates of {modules}, {tops}")
+            refuse_file(WEIGHTS_FILE, "tensor", key, _supported(shape))
     if not keys:
         refuse_file(WEIGHTS_FILE, "the number of updates", 0, "at least 1")
     pairs: dict[_Place, _Pair] = {}
@@ -195,12 +193,24 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
     return dict(sorted(pairs.items()))
 
 
+def _supported(shape: ModelShape) -> str:
+    """Return in words which modules adapters of the model may update."""
+    names = shape.names
+    updated = [name for name, module in names.modules if shape.ffn_size or module not in _FEED]
+    modules = f"updates of {', '.join(updated)} in layers 0 to {shape.num_layers - 1}"
+    tops = f"of {names.embedding.rpartition('.')[2]} and of {names.head}"
+    experts = "" if shape.ffn_size else ", since experts, routers and feeds beside them take no updates"
+    return f"{modules}, {tops}{experts}"
+
+
 def _place(key: str, shape: ModelShape) -> tuple[_Place, str] | None:
     """Return ((layer, module), "A" or "B") for a tensor's name; None if it names no update that the model has."""
     found = shape.names.place(key)
     if found is None or found[0] >= shape.num_layers:
         return None
     layer, module, half = found
+    if module in _FEED and not shape.ffn_size:
+        return None
     return (layer, module), half
 
 

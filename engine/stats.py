@@ -10,8 +10,8 @@ from headrace.engine.scheduling.plan import Capacity
 
 __all__ = ["EngineInfo", "EngineStats", "ModelPart", "WeightPart"]
 
-ModelPart: TypeAlias = Literal["embedding", "attention", "feed-forward", "head", "other"]
-"""Part of a model; `other` are norms and biases."""
+ModelPart: TypeAlias = Literal["embedding", "attention", "feed-forward", "experts", "head", "other"]
+"""Part of a model; `feed-forward` are dense feeds and shared experts, and `other` are norms, biases and routers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,21 @@ class EngineInfo:
     """Values that the model's files recommend for `SamplingParams` that leave them out."""
     weights: tuple[WeightPart, ...] = ()
     """Formats of the weights and their bytes, part by part; a head that shares the embedding's memory has none."""
+    experts: int = 0
+    """Experts of each layer that has any, a shared one not counted; 0 for a model without."""
+    experts_per_token: int = 0
+    """Experts that a router chooses for each token in such a layer."""
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights on the device."""
         return sum(each.nbytes for each in self.weights)
+
+    @property
+    def active_weight_bytes(self) -> int:
+        """Bytes of the weights that compute one token: of the experts, those that are chosen, and all others."""
+        experts = sum(each.nbytes for each in self.weights if each.part == "experts")
+        return self.weight_bytes - experts + experts * self.experts_per_token // max(self.experts, 1)
 
     @classmethod
     def of(

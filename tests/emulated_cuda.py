@@ -1,9 +1,9 @@
 """A GPU that is not there: everything on the host side of the CUDA path runs for real, above slow kernels; no tests.
 
 `emulated()` replaces what lies below: torch's streams, events, graphs and pinned memory, the modules `triton` and
-`flashinfer`, and by way of their declarations the kernels of products and attention (emulated_products.py,
-emulated_attention.py); those that are not declared are in emulated_kernels.py. It is stricter than a GPU where a GPU is
-merely unlucky:
+`flashinfer`, and by way of their declarations the kernels of products, experts and attention (emulated_products.py,
+emulated_experts.py, emulated_attention.py); those that are not declared are in emulated_kernels.py. It is stricter than
+a GPU where a GPU is merely unlucky:
 
 - Copies from and to pinned memory are as late as they may be: they happen when somebody waits for an event or stream
   behind them. Pinned memory that changes before that is a fault, and whoever reads a result too early reads nonsense.
@@ -37,6 +37,7 @@ import numpy as np
 import pytest
 import torch
 from emulated_attention import emulated_decodes, emulated_prefills
+from emulated_experts import EmulatedExperts
 from emulated_kernels import KERNELS, Misuse, attend
 from emulated_products import EmulatedProduct
 from numpy.typing import NDArray
@@ -603,14 +604,16 @@ def modules() -> dict[str, ModuleType]:
 
 
 def kernels_on(gpu: Gpu) -> Any:
-    """The kernels of products and attention, as an engine is handed them."""
+    """The kernels of products, experts and attention, as an engine is handed them."""
     real = importlib.import_module("headrace.ops.cuda.kernels").KERNELS
     products = tuple(EmulatedProduct(gpu, kernel) for kernel in real.products)
 
     def coded(kind: Any) -> tuple[EmulatedProduct, ...]:
         return tuple(EmulatedProduct(gpu, kernel) for kernel in real.coded(kind))
 
-    return type(real)(products, coded, emulated_decodes(gpu, real.decodes), emulated_prefills(gpu, real.prefills))
+    experts = tuple(EmulatedExperts(gpu, kernel) for kernel in real.experts)
+    attentions = emulated_decodes(gpu, real.decodes), emulated_prefills(gpu, real.prefills)
+    return type(real)(products, coded, experts, *attentions)
 
 
 def replace_torch(patch: pytest.MonkeyPatch, gpu: Gpu) -> None:

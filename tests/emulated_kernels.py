@@ -112,6 +112,11 @@ def activate(at: SimpleNamespace) -> None:
     at.x.copy_(value * shares[at.KIND])
 
 
+def finish_norm(at: SimpleNamespace) -> None:
+    demand(at.squares.shape == (at.parts, at.rows) and len(at.x) == at.rows, "squares of another sum")
+    at.x.copy_(at.x.float() * torch.rsqrt(at.squares.sum(0) / at.size + at.eps)[:, None])
+
+
 def gated(both: Tensor) -> Tensor:
     gate, up = both.float().chunk(2, -1)
     return gate * torch.sigmoid(gate) * up
@@ -463,6 +468,7 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_rms_norm_kernel": rms_norm,
     "_layer_norm_kernel": layer_norm,
     "_activate_kernel": activate,
+    "_finish_norm_kernel": finish_norm,
     "_activate_mul_kernel": activate_mul,
     "_group_kernel": group,
     "_enter_kernel": enter,

@@ -1,5 +1,7 @@
 """bfloat16 for Triton's interpreter, which cuts numbers off where a GPU rounds, and multiplies their bits; no tests.
 
+Its loops also end at numbers that a kernel is given, or has loaded, which numpy 2 would not take for integers.
+
 `teach()` is for a process of its own, in which TRITON_INTERPRET is set.
 """
 
@@ -15,10 +17,11 @@ __all__ = ["teach"]
 
 
 def teach() -> None:
-    """Make the interpreter round float32 to bfloat16 as a GPU does, and multiply matrices of bfloat16."""
+    """Make the interpreter round to bfloat16 as a GPU does, multiply matrices of it, and loop up to any number."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     tl = importlib.import_module("triton.language")
     convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    patch_tensor = interpreter._patch_lang_tensor
 
     def widened(bits: Any) -> Any:
         return (bits.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -37,4 +40,9 @@ def teach() -> None:
         product = widened(a.data).astype(np.float64) @ widened(b.data).astype(np.float64)
         return interpreter.TensorHandle((product + d.data).astype(np.float32), d.dtype.scalar)
 
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
     interpreter._convert_float, interpreter.InterpreterBuilder.create_dot = convert_float, create_dot

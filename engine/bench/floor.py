@@ -3,8 +3,10 @@
 A decode step reads every weight once (the output head too, the embedding table only where it is the head) and the keys
 and values of every position, and writes one position a row. A prompt costs the products' arithmetic and its causal
 attention. No step can be shorter than its bytes at the speed of a copy, or its arithmetic at the speed of one large
-product, both measured here. Launches, norms, sampling and the embedding rows are left out: a floor, not an estimate. On
-CPUs, where a write costs a read as well, a step that only reads can beat a copy by a third.
+product, both measured here. Of experts, those are read that independent choices, all equally likely, may be expected to
+hit: of X experts, N tokens that choose k each leave X (1 - k / X)^N unread. Launches, norms, sampling and the embedding
+rows are left out: a floor, not an estimate. On CPUs, where a write costs a read as well, a step that only reads can
+beat a copy by a third.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from headrace.engine.bench.shapes import spec_of
 from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.plan import all_parts
 from headrace.engine.model.checkpoint.weights import open_files
+from headrace.engine.model.experts import routing_of
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Dense
 from headrace.ops.quantise import Method, format_for
@@ -57,17 +60,36 @@ class Cost:
     """Bytes and arithmetic of one model."""
 
     weight_bytes: int
-    """Bytes of weights, which every step reads."""
+    """Bytes of weights, which every step reads but for experts that nobody chooses."""
     kv_bytes: float
     """Bytes of keys and values of one position, over all layers."""
     linear_params: int
-    """Weights of the products that every token passes."""
+    """Weights of the layers' products, of all experts."""
     head_params: int
     """Weights of the output head, which only sampled positions pass."""
     attention_flops: int
     """Operations of one token for each position that it attends to, over all layers."""
     windows: tuple[int | None, ...]
     """Attention window of each layer, in positions; None for all."""
+    expert_bytes: int = 0
+    """Bytes of the experts' weights among `weight_bytes`."""
+    expert_params: int = 0
+    """Weights of the experts' products among `linear_params`."""
+    chosen: float = 1.0
+    """Share of the experts that a token chooses."""
+
+    def read_share(self, tokens: int) -> float:
+        """Return the share of the experts that so many tokens may be expected to choose."""
+        return 1.0 - (1.0 - self.chosen) ** tokens
+
+    def _read(self, tokens: int) -> float:
+        """Return the bytes of weights that a step of so many tokens reads."""
+        return self.weight_bytes - self.expert_bytes * (1.0 - self.read_share(tokens))
+
+    @property
+    def _passed(self) -> float:
+        """Weights of the products that each token passes."""
+        return self.linear_params - self.expert_params * (1.0 - self.chosen)
 
     def _seen(self, context: int) -> float:
         """Return the positions that a token at the end of `context` attends to, on average over the layers."""
@@ -77,21 +99,21 @@ class Cost:
     def decode_seconds(self, contexts: Sequence[int], speed: Speed) -> float:
         """Return the floor of one decode step with a row of each of `contexts` tokens, the new one included."""
         seen = sum(map(self._seen, contexts))
-        moved = self.weight_bytes + self.kv_bytes * (seen + len(contexts))
-        flops = 2 * (self.linear_params + self.head_params) * len(contexts) + self.attention_flops * seen
+        moved = self._read(len(contexts)) + self.kv_bytes * (seen + len(contexts))
+        flops = 2 * (self._passed + self.head_params) * len(contexts) + self.attention_flops * seen
         return max(moved / speed.bytes_per_second, flops / speed.flops_per_second)
 
     def prefill_seconds(self, prompts: Sequence[int], speed: Speed) -> float:
         """Return the floor of computing prompts of `prompts` tokens each, all in one step."""
         flops = 0.0
         for tokens in prompts:
-            flops += 2 * (self.linear_params * tokens + self.head_params)
+            flops += 2 * (self._passed * tokens + self.head_params)
             flops += (
                 self.attention_flops
                 * sum(self._attended(tokens, window) for window in self.windows)
                 / len(self.windows)
             )
-        return max(flops / speed.flops_per_second, self.weight_bytes / speed.bytes_per_second)
+        return max(flops / speed.flops_per_second, self._read(sum(prompts)) / speed.bytes_per_second)
 
     @staticmethod
     def _attended(tokens: int, window: int | None) -> float:
@@ -109,10 +131,14 @@ class Cost:
         return seconds
 
 
-def cost_of(spec: DecoderSpec, *, weight_bytes: int, kv_size: float) -> Cost:
-    """Return the cost of a model with `weight_bytes` of weights to read and `kv_size` bytes a cached element."""
-    attention = spec.uniform_attention
-    linear = sum(math.prod(shape) for part, shape in all_parts(spec) if part.layer is not None and len(shape) == 2)
+def cost_of(spec: DecoderSpec, *, weight_bytes: int, kv_size: float, expert_bytes: int = 0) -> Cost:
+    """Return the cost of a model with `weight_bytes` of weights to read and `kv_size` bytes a cached element.
+
+    Of the weights, `expert_bytes` are of experts.
+    """
+    attention, routing = spec.uniform_attention, routing_of(spec)
+    products = [(part, math.prod(shape)) for part, shape in all_parts(spec) if len(shape) == 2]
+    linear = sum(size for part, size in products if part.layer is not None)
     head = spec.hidden_size * spec.vocab_size
     return Cost(
         weight_bytes=weight_bytes,
@@ -121,6 +147,9 @@ def cost_of(spec: DecoderSpec, *, weight_bytes: int, kv_size: float) -> Cost:
         head_params=head,
         attention_flops=4 * spec.num_layers * attention.heads * attention.head_dim,
         windows=spec.windows,
+        expert_bytes=expert_bytes,
+        expert_params=sum(size for part, size in products if part.expert is not None),
+        chosen=1.0 if routing is None else routing.top_k / routing.experts,
     )
 
 
@@ -132,8 +161,9 @@ def model_cost(path: str, info: EngineInfo, quantize: Method | None = None, *, q
     """
     spec = spec_of(path)
     positions = spec.num_layers * spec.uniform_attention.state.elements
-    weight_bytes = stored_bytes(path, spec, getattr(torch, info.dtype), quantize, quantize_head=quantize_head)
-    return cost_of(spec, weight_bytes=weight_bytes, kv_size=info.page_bytes / info.page_size / positions)
+    weights, experts = stored_bytes(path, spec, getattr(torch, info.dtype), quantize, quantize_head=quantize_head)
+    kv_size = info.page_bytes / info.page_size / positions
+    return cost_of(spec, weight_bytes=weights, kv_size=kv_size, expert_bytes=experts)
 
 
 def stored_bytes(
@@ -143,8 +173,10 @@ def stored_bytes(
     quantize: Method | None = None,
     *,
     quantize_head: bool = False,
-) -> int:
-    """Return the bytes of all weights that a decode step reads, each part of each as it is stored.
+) -> tuple[int, int]:
+    """Return the bytes of all weights that a decode step may read, and those of experts among them.
+
+    Each part of each weight counts as it is stored.
 
     Args:
         path: A `.gguf` file or a model folder. Where a folder has no weights, or for None, all are dense.
@@ -160,7 +192,7 @@ def stored_bytes(
         found = None
         if path is not None and (path.endswith(".gguf") or any(Path(path).glob("*.safetensors"))):
             found = Inventory(open_files(path, opened), spec)
-        total = 0
+        total = experts = 0
         for part, shape in all_parts(spec):
             if len(shape) == 1 or part.role == "positions.weight":
                 continue
@@ -169,10 +201,12 @@ def stored_bytes(
             if found is None or found.is_plain(part):
                 is_dense = quantize is None or (part.layer is None and not quantize_head)
                 format = None if quantize is None or is_dense else format_for(quantize, shape[-1])
-                total += sum(each.nbytes for each in (format or Dense(dtype)).parts(shape).values())
+                size = sum(each.nbytes for each in (format or Dense(dtype)).parts(shape).values())
             else:
-                total += found.of(part).nbytes(found.files)
-        return total
+                size = found.of(part).nbytes(found.files)
+            total += size
+            experts += 0 if part.expert is None else size
+        return total, experts
 
 
 def measure(device: str) -> Speed:

@@ -17,12 +17,13 @@ from headrace.engine.model.checkpoint.weights import Source, describe_weights
 from headrace.engine.model.cpu.sizing import FREE_SHARE, CpuSizes, cpu_dtype, cpu_sizes
 from headrace.engine.model.encoder.opening import describe_encoder, encoder_dtype
 from headrace.engine.model.encoder.spec import EncoderSpec
+from headrace.engine.model.experts import ExpertsFeed
 from headrace.engine.model.shared.device import Limits, fit
 from headrace.engine.model.shared.find_gpu import find_gpu
 from headrace.engine.model.shared.gpu_sizes import DTYPE, GRAPH_BYTES, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
 from headrace.engine.model.shared.gpu_sizes import FREE_SHARE as GPU_FREE_SHARE
 from headrace.engine.model.shared.memory import free_host_bytes
-from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.spec import DecoderSpec, DenseFeed, FeedSpec, PlainFeed
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import WeightPart
 from headrace.ops.cuda.attention.shape import HeadShape
@@ -200,10 +201,18 @@ def _activation_bytes(spec: DecoderSpec, limits: Limits) -> int:
     """Estimate what the largest step needs: a layer's widest tensors, the logits twice, and workspaces of kernels."""
     attention = spec.uniform_attention
     heads = (2 * attention.heads + 2 * attention.kv_heads) * attention.head_dim
-    feed = 3 * spec.uniform_feed.size
+    feed = max(map(_feed_elements, (layer.feed for layer in spec.layers)))
     of_token = (3 * spec.hidden_size + max(heads, feed)) * DTYPE.itemsize
     logits = 2 * limits.rows * spec.vocab_size * torch.float32.itemsize
     return limits.batched_tokens * of_token + logits + _WORKSPACE_BYTES
+
+
+def _feed_elements(feed: FeedSpec) -> int:
+    """Return the elements that a token has in a feed at once: gate, up and their product, of each of its experts."""
+    if isinstance(feed, ExpertsFeed):
+        shared = 0 if feed.shared is None else feed.shared.size
+        return 3 * (feed.routing.top_k * feed.size + shared)
+    return 3 * feed.size if isinstance(feed, DenseFeed | PlainFeed) else 0
 
 
 def _facts(

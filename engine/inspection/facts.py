@@ -44,6 +44,10 @@ class ModelShape:
     vocab_size: int | None
     max_context: int | None
     """Most tokens of prompt and completion together; of an encoder, of a text."""
+    experts: int | None = None
+    """Experts of each layer that has any, a shared one not counted; None for a model without."""
+    experts_per_token: int | None = None
+    """Experts that a router chooses for each token in such a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,8 @@ class ModelFacts:
     """Formats of the weights and their bytes as the files hold them."""
     stored_bytes: int
     """Bytes of all weights in the files."""
+    active_bytes: int
+    """Bytes of those that compute one token: of the experts, those that are chosen, and all others."""
     devices: tuple[DeviceFacts, ...]
     problems: tuple[Problem, ...]
     """Why the model would not open on any device."""

@@ -23,6 +23,7 @@ from headrace.engine.model.checkpoint.weight_parts import parts_in_files
 from headrace.engine.model.checkpoint.weights import open_files
 from headrace.engine.model.encoder.opening import describe_encoder
 from headrace.engine.model.encoder.spec import EncoderSpec, encoder_from_hf, is_encoder
+from headrace.engine.model.experts import routing_of
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.stats import WeightPart
@@ -80,6 +81,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         shape=None if model is None else model.shape,
         stored=stored,
         stored_bytes=stored_bytes,
+        active_bytes=_active(stored, stored_bytes, spec),
         devices=tuple(devices),
         problems=tuple(dict.fromkeys(found.problems)),
     )
@@ -118,6 +120,15 @@ def _stored(
             return parts, sum(part.nbytes for part in parts)
 
     return found.attempt(look) or ((), 0)
+
+
+def _active(stored: Sequence[WeightPart], total: int, spec: DecoderSpec | EncoderSpec | None) -> int:
+    """Return the bytes of the weights that compute one token."""
+    routing = routing_of(spec) if isinstance(spec, DecoderSpec) else None
+    if routing is None:
+        return total
+    experts = sum(part.nbytes for part in stored if part.part == "experts")
+    return total - experts + experts * routing.top_k // routing.experts
 
 
 def _of_encoder(files: GgufFile | SafetensorsFolder, spec: EncoderSpec | None) -> tuple[WeightPart, ...]:

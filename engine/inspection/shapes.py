@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from headrace.engine.inspection.facts import ModelShape
 from headrace.engine.model.encoder.spec import EncoderSpec
+from headrace.engine.model.experts import routing_of
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["shape_of_config", "shape_of_decoder", "shape_of_encoder", "shape_of_header"]
@@ -13,7 +14,7 @@ __all__ = ["shape_of_config", "shape_of_decoder", "shape_of_encoder", "shape_of_
 
 def shape_of_decoder(spec: DecoderSpec, family: object) -> ModelShape:
     """Return the shape of a decoder of the family `family`."""
-    attention = spec.uniform_attention
+    attention, routing = spec.uniform_attention, routing_of(spec)
     return ModelShape(
         kind="decoder",
         architecture=spec.architecture,
@@ -25,6 +26,8 @@ def shape_of_decoder(spec: DecoderSpec, family: object) -> ModelShape:
         head_size=attention.head_dim,
         vocab_size=spec.vocab_size,
         max_context=spec.max_context,
+        experts=None if routing is None else routing.experts,
+        experts_per_token=None if routing is None else routing.top_k,
     )
 
 

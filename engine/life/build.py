@@ -25,6 +25,7 @@ from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.cpu.opening import open_cpu
 from headrace.engine.model.encoder.opening import open_encoder
 from headrace.engine.model.encoder.spec import encoder_from_hf, is_encoder
+from headrace.engine.model.experts import routing_of
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.shared.device import BuiltKernels, Device
 from headrace.engine.model.shared.find_gpu import find_gpu
@@ -103,7 +104,13 @@ def _open(config: EngineConfig) -> Opened:
     embedding = None
     if "pooling" in device.abilities:
         embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last")
-    info = replace(_info(device, name, spec.architecture, embedding), generation_defaults=recommended)
+    routing = routing_of(spec)
+    info = replace(
+        _info(device, name, spec.architecture, embedding),
+        generation_defaults=recommended,
+        experts=0 if routing is None else routing.experts,
+        experts_per_token=0 if routing is None else routing.top_k,
+    )
     tokenizer.start(device.capacity.max_context)
     return Opened(
         device.runner,

@@ -37,6 +37,8 @@ class Part:
     """The rows that are rotated, as the model's authors order them; None if none are."""
     groups: int | None = None
     """Number of groups of heads, each with its queries, then its key, then its value, where the tensor holds all."""
+    expert: int | None = None
+    """Number of the expert that the tensor belongs to; None outside experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Fused:
     columns: int | None
     is_norm: bool = False
     """Whether random weights are 1: the weight of a norm."""
+    in_float32: bool = False
+    """Whether the parameter is a float32 tensor, whatever the model's dtype, and never quantised: a router's."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,6 +71,10 @@ class Fused:
             rotated = Rotated(head_dim, rotary_dim, interleaved, part.rows) if is_rotated else None
             parts.append(replace(part, rotated=rotated))
         return replace(self, parts=tuple(parts))
+
+    def of_expert(self, expert: int) -> Fused:
+        """Return the same parameter of the expert with the number `expert`."""
+        return replace(self, parts=tuple(replace(part, expert=expert) for part in self.parts))
 
     def of_layer(self, layer: int) -> Fused:
         """Return the same parameter of the layer with the number `layer`."""
@@ -100,6 +108,7 @@ class Names:
     layer_prefix: str
     """Prefix of a layer's tensors, with `{}` for the layer's number."""
     roles: Mapping[str, str]
+    """Name of each role, that of an expert's with `{}` for the expert's number."""
     harmless: re.Pattern[str]
     """Names that may be left over: they hold only what is computed from the spec."""
     kv_scales: tuple[str, ...] = ()
@@ -124,7 +133,8 @@ class Names:
         """Return the checkpoint's name of a part."""
         role, kind = part.role.split(".")
         prefix = "" if part.layer is None else self.layer_prefix.format(part.layer)
-        return f"{prefix}{self.roles[role]}.{kind}"
+        name = self.roles[role] if part.expert is None else self.roles[role].format(part.expert)
+        return f"{prefix}{name}.{kind}"
 
     def stored(self, fused: Fused) -> Fused:
         """Return a parameter as a checkpoint with these names stores it: from fewer parts where some are joined."""

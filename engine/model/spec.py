@@ -14,7 +14,7 @@ from typing import ClassVar, Final
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.norms import Norms
-from headrace.engine.model.roles import Fused, Names, bias, head_norm_roles, matrix, norm
+from headrace.engine.model.roles import Fused, Names, Part, bias, head_norm_roles, matrix, norm
 from headrace.engine.model.rope import Rope
 from headrace.ops.stream import Activation, PlainActivation
 
@@ -31,6 +31,7 @@ __all__ = [
     "PerRow",
     "PlainFeed",
     "PositionTable",
+    "SinkAttention",
     "SoftcappedAttention",
 ]
 
@@ -169,6 +170,21 @@ class SoftcappedAttention(Attention):
 
     scores: ClassVar[str] = "softcap"
     cap: float = 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class SinkAttention(Attention):
+    """Attention with a learned score of each head, its sink, that takes weight from all keys and has no value.
+
+    OpenAI (2025), "gpt-oss-120b and gpt-oss-20b model card"; after Miller (2023), "Attention is off by one".
+    """
+
+    scores: ClassVar[str] = "sink"
+
+    def parameters(self, hidden_size: int) -> dict[str, Fused]:
+        """Return the parameters of any attention, and the sinks."""
+        sinks = Fused((Part("attention.sinks", self.heads),), None, in_float32=True)
+        return {**Attention.parameters(self, hidden_size), "sinks_H": sinks}
 
 
 @dataclass(frozen=True, slots=True)

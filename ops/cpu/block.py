@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from headrace.ops.cpu.activation import activate, activate_plain
+from headrace.ops.cpu.experts import CpuExperts
 from headrace.ops.cpu.head import CpuHead
 from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from headrace.ops.cpu.native.experts import NativeExperts
+    from headrace.ops.experts import Experts
     from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
     from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
 
@@ -60,7 +63,8 @@ class CpuOps:
 
     `cos` and `sin` are float32 tables `[positions, D / 2]`; the first half of a head rotates with its second half. A
     token attends to the last `window` tokens, itself included (all if None). `scale` multiplies scores (default
-    `D ** -0.5`), and `weigh` turns scores into weights of values (default: softmax). `dtype` is that of
+    `D ** -0.5`), and `weigh` turns scores into weights of values (default: softmax, with a sink in each head if
+    `has_sinks`). `dtype` is that of
     activations, keys and values: bfloat16 or float32. `products` are the kernels for products by weights, in order of
     preference. `early` is a second pair of tables, for `rotate`.
     """
@@ -79,6 +83,7 @@ class CpuOps:
         window: int | None = None,
         scale: float | None = None,
         weigh: Weigh | None = None,
+        has_sinks: bool = False,
         products: Sequence[CpuKernel] = PRODUCTS,
         early: tuple[Tensor, Tensor] | None = None,
     ) -> None:
@@ -87,7 +92,8 @@ class CpuOps:
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
         self.dtype, self.window, self.products = dtype, window, products
         self.scale = head_dim**-0.5 if scale is None else scale
-        self._weigh = weigh
+        self._weigh, self._has_sinks = weigh, has_sinks
+        self._sinks: dict[int, Tensor] = {}
         self._group = heads // kv_heads
         self._epsilon, self._eps = eps, torch.tensor(eps, dtype=torch.float32)
         # x * cos + roll(x, D / 2) * sin is the rotation when the first half of sin is negative.
@@ -213,9 +219,9 @@ class CpuOps:
         for piece in step.pieces:
             torch.index_select(rows, 0, piece.gather, out=piece.buffer)
             if isinstance(piece, DecodePiece):
-                parts.append(self._decode_attention(q_NHD, piece))
+                parts.append(self._decode_attention(q_NHD, piece, layer))
             else:
-                parts.append(self._block_attention(q_NHD, piece))
+                parts.append(self._block_attention(q_NHD, piece, layer))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     # --- what the decoder calls
@@ -223,6 +229,17 @@ class CpuOps:
     def pack(self, weight: Stored, bias_O: Tensor | None) -> CpuLinear:
         """Pack a weight and its bias for `product`."""
         return pack_product(weight, bias_O, dtype=self.dtype, products=self.products)
+
+    def keep_sinks(self, layer: int, sinks_H: Tensor) -> None:
+        """Take the sinks of a layer's heads."""
+        self._sinks[layer] = sinks_H
+
+    def pack_experts(self, experts: Experts) -> CpuExperts | NativeExperts:
+        """Pack a layer's router and experts."""
+        return CpuExperts(experts, self.pack, self._pack_router)
+
+    def _pack_router(self, weight: Stored, bias_O: Tensor | None) -> CpuLinear:
+        return pack_product(weight, bias_O, dtype=torch.float32, products=self.products)
 
     def pack_head(self, weight_VE: Stored) -> CpuLinear:
         """Pack the output head's weight for `logits`."""
@@ -319,7 +336,7 @@ class CpuOps:
         pages_RP, lengths_R1 = group.pages_RP[first:last], group.lengths_R[first:last, None]
         start, stop = group.start + first, group.start + last
         rows, pages = pages_RP.shape
-        if rows == 1 and pages * self.page_size <= _FUSED_TOKENS and self._weigh is None:
+        if rows == 1 and pages * self.page_size <= _FUSED_TOKENS and self._weigh is None and not self._has_sinks:
             index, buffer = self._gather(pages_RP)
             seen = slice(self._first_seen(int(lengths_R1)), int(lengths_R1))
             keys_KSD, values_KSD = buffer.view(2, self.kv_heads, -1, self.head_dim)[:, :, seen].unbind()
@@ -364,7 +381,7 @@ class CpuOps:
             blocks.append(PrefillPiece(begin, begin + stop - first, index, buffer, keys_KSD, values_KSD, bias_CS))
         return blocks
 
-    def _decode_attention(self, q_NHD: Tensor, piece: DecodePiece) -> Tensor:
+    def _decode_attention(self, q_NHD: Tensor, piece: DecodePiece, layer: int) -> Tensor:
         q_BGD = q_NHD[piece.start : piece.stop].reshape(-1, self._group, self.head_dim)
         if piece.bias_R11S is None:
             # The query heads that share a key head act as queries of one position, so that keys are not repeated.
@@ -377,15 +394,22 @@ class CpuOps:
             q_BGD = functional.pad(q_BGD, (0, 0, 0, 0, 0, (piece.rows - count) * self.kv_heads))
         scores_BGS = torch.bmm(q_BGD, piece.keys_BSD.transpose(1, 2))
         scores_RKGS = scores_BGS.view(piece.rows, self.kv_heads, self._group, -1)
-        weights = self._weights(scores_RKGS, piece.bias_R11S)
+        weights = self._weights(scores_RKGS, piece.bias_R11S, layer)
         return torch.bmm(weights.view(scores_BGS.shape), piece.values_BSD).view(piece.rows, -1)[:count]
 
-    def _weights(self, scores: Tensor, bias: Tensor) -> Tensor:
+    def _weights(self, scores: Tensor, bias: Tensor, layer: int) -> Tensor:
+        """Return the weights of values from scores [R, K, G, S] of decodes or [K, G, C, S] of a block of queries."""
         if self._weigh is not None:
             return self._weigh(scores, bias, self.scale)
-        return torch.softmax(torch.add(bias, scores, alpha=self.scale), -1)
+        added = torch.add(bias, scores, alpha=self.scale)
+        if not self._has_sinks:
+            return torch.softmax(added, -1)
+        sinks_KG1 = self._sinks[layer].view(self.kv_heads, self._group, 1)
+        is_block = bias.ndim == 2
+        sinks = (sinks_KG1.unsqueeze(-1) if is_block else sinks_KG1).to(added.dtype).expand(*added.shape[:-1], 1)
+        return torch.softmax(torch.cat((added, sinks), -1), -1)[..., :-1].contiguous()
 
-    def _block_attention(self, q_NHD: Tensor, block: PrefillPiece) -> Tensor:
+    def _block_attention(self, q_NHD: Tensor, block: PrefillPiece, layer: int) -> Tensor:
         count, padded = block.stop - block.start, block.bias_CS.shape[0]
         q_CHD = q_NHD[block.start : block.stop]
         if padded > count:
@@ -394,7 +418,7 @@ class CpuOps:
         q_KMD = q_CKGD.permute(1, 2, 0, 3).reshape(self.kv_heads, -1, self.head_dim)
         scores_KMS = torch.bmm(q_KMD, block.keys_KSD.transpose(1, 2))
         scores_KGCS = scores_KMS.view(self.kv_heads, self._group, padded, -1)
-        weights = self._weights(scores_KGCS, block.bias_CS)
+        weights = self._weights(scores_KGCS, block.bias_CS, layer)
         o_KMD = torch.bmm(weights.view(scores_KMS.shape), block.values_KSD)
         o_KGCD = o_KMD.view(self.kv_heads, self._group, padded, -1)[:, :, :count]
         return o_KGCD.permute(2, 0, 1, 3).reshape(count, -1)

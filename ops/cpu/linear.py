@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -23,8 +23,21 @@ if TYPE_CHECKING:
 
     from headrace.ops.formats import Stored
 
-__all__ = ["ANY_ROWS", "CpuLinear", "Int4Kernel", "KeptWeight", "OneDnnKernel", "TorchKernel", "not_a_matrix"]
+__all__ = [
+    "ALIKE_ROWS",
+    "ANY_ROWS",
+    "CpuLinear",
+    "Int4Kernel",
+    "KeptWeight",
+    "OneDnnKernel",
+    "TorchKernel",
+    "not_a_matrix",
+]
 
+# Measured with oneDNN 3.12 on a CPU with AMX: bfloat16 products of more than 32 rows all sum in one order, and those of
+# fewer rows in another. 40 is the next number of rows that linear layers multiply (see sizes.py).
+ALIKE_ROWS: Final = 40
+"""Number of rows from which on products of bfloat16 sum in one order."""
 ANY_ROWS = range(1, sys.maxsize)
 """Numbers of rows where a kernel pays that pays for all of them."""
 # Measured on two cores with AVX-512: the 4-bit kernel works in blocks of four tokens, and its second block loses.

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
 from headrace.ops.cuda import fused
 from headrace.ops.cuda.attention.steps import ATTENTION, CudaStep, DecodeStep, PrefillStep, WholeStep
 from headrace.ops.cuda.codes.layout import CodeLayout, codes_of
+from headrace.ops.cuda.experts.packed import CudaExperts, ExpertProducts
 from headrace.ops.cuda.hazards import Launch
 from headrace.ops.cuda.layer_norm import activate_plain, layer_norm
 from headrace.ops.cuda.memory.pages import PageMemory
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.adapters.rows import UpdateSite
     from headrace.ops.cuda.attention.shape import HeadShape
     from headrace.ops.cuda.products.fusion import Before
+    from headrace.ops.experts import Experts
     from headrace.ops.formats import Stored
     from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
 
@@ -49,6 +51,7 @@ class CudaOps:
         *,
         cos_sin_PD: Tensor,
         products: Products,
+        experts: ExpertProducts | None = None,
         kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
         early_cos_sin_PD: Tensor | None = None,
     ) -> None:
@@ -58,10 +61,12 @@ class CudaOps:
             shape: Heads, window, cache dtype.
             cos_sin_PD: Rotary table, float32 [positions, D]: D/2 cosines, then D/2 sines.
             products: The kernels of products on the one stream on which this runs.
+            experts: The kernels of experts on that stream; None for those of `EXPERTS`.
             kv_scales: Scales of 8-bit keys and values, by layer; a 16-bit cache has none.
             early_cos_sin_PD: A second rotary table, for `rotate`.
         """
         self.shape, self.products = shape, products
+        self.experts = experts or ExpertProducts(products.arch, products.room)
         self.arch, self.eps, self.pdl = products.arch, products.room.eps, products.room.pdl
         self.device = cos_sin_PD.device
         self._cos_sin_PD, self._early_cos_sin_PD = cos_sin_PD, early_cos_sin_PD
@@ -103,9 +108,20 @@ class CudaOps:
             return self.products.pack_codes(codes, bias_O, self.shape.head_dim, dtype)
         return self.products.pack(weight.dense(dtype), bias_O, self.shape.head_dim, dtype)
 
+    def keep_sinks(self, layer: int, sinks_H: Tensor) -> NoReturn:
+        """Raise `NotImplementedError`: no kernel computes sinks."""
+        raise NotImplementedError(f"no kernel computes the {len(sinks_H)} sinks of layer {layer}")
+
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""
         return self.pack(weight_VE, None)
+
+    def pack_experts(self, experts: Experts) -> CudaExperts:
+        """Pack a layer's router and experts; codes of one kind, and values in the dtype of activations, stay in place.
+
+        Codes of several kinds, or whose columns lie in orders of their own, become values.
+        """
+        return self.experts.pack(experts, self.shape.dtype)
 
     def logits(self, x_SE: Tensor, head: CudaProduct) -> Tensor:
         """Return the product with the output head in float32, the dtype of its sums.
@@ -191,6 +207,8 @@ class CudaOps:
             fused.rms_norm(x_NE, norm_E, self.eps, normed_NE, pdl=self.pdl)
             return normed_NE, x_NE
         if pending is not None:
+            if isinstance(pending, Squares):
+                self.note(self._norm)
             return pending.normed(x_NE, total_NE, norm_E, self.eps), total_NE
         self.note(self._norm)
         fused.add_rms_norm(x_NE, total_NE, norm_E, self.eps, pdl=self.pdl)
@@ -266,7 +284,7 @@ class CudaOps:
         """Return the stream with the product added, times the norm's weight, by a kernel that does all at once."""
         out_NE = torch.empty_like(total_NE)
         shape = total_NE.shape[1] // SQUARED, len(x_NI)
-        squares = Squares(torch.empty(shape, dtype=torch.float32, device=x_NI.device))
+        squares = Squares(torch.empty(shape, dtype=torch.float32, device=x_NI.device), self.pdl)
         packed.run(chosen, x_NI, out_NE, None, Residual(total_NE, norm_E, squares), updates)
         return Stream(out_NE, total_NE, squares)
 

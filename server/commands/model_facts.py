@@ -43,7 +43,9 @@ def _sections(facts: ModelFacts) -> Iterator[_Section]:
     rows += [] if facts.shape is None else _shape(facts.shape)
     yield _Section("Model", rows)
     if facts.stored_bytes:
-        yield _Section("Weights in the files", _weights(facts.stored, facts.stored_bytes))
+        rows = _weights(facts.stored, facts.stored_bytes)
+        rows += [("read for a token", _size(facts.active_bytes))] if facts.active_bytes < facts.stored_bytes else []
+        yield _Section("Weights in the files", rows)
     for device in facts.devices:
         yield _Section(f"On {device.device}, {device.name}", list(_device(device)), device.assumptions)
     if facts.problems:
@@ -59,6 +61,8 @@ def _shape(shape: ModelShape) -> list[tuple[str, str]]:
         "head size": shape.head_size,
         "vocabulary": shape.vocab_size,
         "most tokens of context": shape.max_context,
+        "experts in a layer": shape.experts,
+        "experts of a token": shape.experts_per_token,
     }
     known = [(name, f"{size:,}") for name, size in sizes.items() if size is not None]
     kind = "" if shape.kind == "unknown" else f", {shape.kind}"

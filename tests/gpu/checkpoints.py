@@ -58,13 +58,14 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 GAINS = {
-    "embed_out": 2.5,
+    "embed_out": 2.5, "mlp.gate.weight": 8.0,
     "embed": 0.5, "head": 2.5, "qkv_proj": 1.2, "v_proj": 2.0, "o_proj": 2.0, "q_proj": 1.2, "k_proj": 1.2,
     "wte": 0.5, "wpe": 0.5, "out_proj": 2.0, "c_attn": 1.4, "query_key_value": 1.4, "c_proj": 1.5, "dense": 1.5,
 }  # fmt: skip
 """Spread of an output for inputs of order one. More for queries and keys would make the models chaotic: small errors
 would grow from layer to layer, and with them the margin that the judge has to allow. A small embedding keeps a tied
-head from repeating the latest token for ever."""
+head from repeating the latest token for ever. The scores of experts lie far apart, so that the last of
+those that are chosen weigh little: rounding may choose others."""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5000.0,
@@ -212,6 +213,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qkv_bias": True,
         },
     ),
+    "qwen3 experts": (
+        "Qwen3Moe",
+        {
+            "head_dim": 128,
+            "num_experts": 12,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 88,  # whose gates and ups fill no tile of a product
+        },
+    ),
+    "qwen2 experts": (
+        "Qwen2Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3}),
 }
 CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 """Names of a configuration and a model that do not follow from the architecture's."""
@@ -248,7 +269,9 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
             torch.nn.init.normal_(parameter, 0.0, 0.05 if "v_proj" in name else 0.2)
         else:
             gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
-            inputs = parameter.shape[0 if architecture == "GPT2" and ".h." in name else 1]  # which are stored [in, out]
+            inputs = parameter.shape[
+                0 if architecture == "GPT2" and ".h." in name else -1
+            ]  # which are stored [in, out]
             torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(inputs))
     return model
 

@@ -305,6 +305,62 @@ def coded(chip: Chip, rows: int) -> None:
     ops.logits(empty(rows, chip.model.hidden), chip.gate_up)
 
 
+class Mixture(NamedTuple):
+    """The sizes of a layer's experts."""
+
+    hidden: int
+    size: int
+    experts: int
+    top_k: int
+
+
+MIXTURES = {
+    "qwen3-30b-a3b": Mixture(2048, 768, 128, 8),
+    "mixtral-8x7b": Mixture(4096, 14336, 8, 2),
+    "granite-3.1-1b-a400m": Mixture(1024, 512, 32, 8),
+    "olmoe-1b-7b": Mixture(2048, 1024, 64, 8),
+}
+USUAL_MIXTURE = "qwen3-30b-a3b"
+
+
+def mixture(sizes: Mixture, codes: Any = None) -> Callable[[Chip, int], None]:
+    """The call that routes tokens and computes their experts, some of them padding, after a norm that was begun."""
+    from headrace.ops.cuda.experts.registry import Padding
+    from headrace.ops.cuda.products.fusion import SQUARED, Squares
+    from headrace.ops.experts import Experts
+    from headrace.ops.routing import Routing
+
+    def weight(outs: int, ins: int) -> Any:
+        if codes is None:
+            return Stored.from_dense(empty(outs, ins))
+        return Stored.allocate(codes, (outs, ins), lambda shape, dtype: empty(*shape, dtype=dtype))
+
+    hidden, size, count = sizes.hidden, sizes.size, sizes.experts
+    both = tuple((weight(*shape),) * count for shape in ((2 * size, hidden), (hidden, size)))
+    experts = Experts(Routing(count, sizes.top_k), empty(count, hidden, dtype=torch.float32), *both)
+
+    def call(chip: Chip, rows: int) -> None:
+        packed, x = chip.ops.pack_experts(experts), empty(rows, hidden)
+        squares = Squares(empty(hidden // SQUARED, rows, dtype=torch.float32), chip.pdl)
+        x, _ = chip.ops.normed(Stream(x, x, squares), empty(hidden))
+        with chip.ops.experts.padded(Padding(words(rows), 9)):
+            packed(x)
+
+    return call
+
+
+def mixtures(arch: str, chip: Chip, *, everything: bool) -> Iterator[tuple[str, Any, Chip, int]]:
+    """The experts that are compiled, as `cases` returns them."""
+    for layout in layouts(arch):
+        mixed = mixture(MIXTURES[USUAL_MIXTURE], layout)
+        for rows in (1, 16, 64, 2048) if everything else (1, 64):
+            yield f"{layout.name}, experts of {rows}", mixed, chip, rows
+    for name in MIXTURES if everything else (USUAL_MIXTURE,):
+        mixed = mixture(MIXTURES[name])
+        for rows in (1, 16, 256, 8192) if everything or arch in ALL_KERNELS else (1, 64):
+            yield f"{name}, experts of {rows}", mixed, chip, rows
+
+
 def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip, int], None], Chip, int]]:
     """What is compiled: its name, the call, and the arguments of that."""
     from headrace.ops.cuda.codes.kinds import E4M3, Kind
@@ -317,6 +373,7 @@ def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip,
         chip = Chip(arch, MODELS[USUAL], codes=layout)
         for rows in (1, 4, 16, 17, 64, 128) if everything else (1, 64, 128):
             yield f"{layout.name}, products of {rows}", coded, chip, rows
+    yield from mixtures(arch, floats, everything=everything)
     for name in MODELS if everything else (USUAL,):
         model = MODELS[name]
         chip = Chip(arch, model)
@@ -349,6 +406,7 @@ def test_kernels_of_triton_compile_and_fit(arch: str, tmp_path: Path) -> None:
     assert not unfit, f"{arch} has {chip.arch.shared_bytes} bytes"
     kernels = {launch.kernel for launch in launches}
     assert kernels >= {"_unpack_kernel", "_coded_vector_kernel", "_coded_tiles_kernel"}
+    assert kernels >= {"_expert_tiles_kernel", "_coded_expert_tiles_kernel", "_expert_up_kernel", "_expert_down_kernel"}
     assert "_to_codes_kernel" in kernels or not chip.arch.has("wgmma")
     assert len(kernels) >= (30 if EVERYTHING or arch in ALL_KERNELS else 5), kernels
 

@@ -13,7 +13,7 @@ from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.ops.formats import Format, Stored
 
-__all__ = ["Allocate", "Checkpoint", "Found", "Pieces", "Reader", "Staging", "refuse_tensor"]
+__all__ = ["Allocate", "Checkpoint", "Found", "Pieces", "Place", "Reader", "Staging", "refuse_tensor"]
 
 Checkpoint: TypeAlias = SafetensorsFolder | GgufFile
 """The open files of a model. `shapes` has all tensors by name."""
@@ -38,6 +38,18 @@ Pieces: TypeAlias = Iterator[tuple[int, Stored]]
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a tensor that several weights share one of them lies."""
+
+    expert: int
+    """Number of the expert whose weight it is."""
+    experts: int
+    """Number of experts that the tensor holds."""
+    nbytes: int
+    """Bytes of the weight alone."""
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """A weight as a checkpoint holds it; nothing of it is read yet."""
 
@@ -52,10 +64,12 @@ class Found:
     unless it is; None where nothing does."""
     kind: str | None = None
     """What the tensors of one product have to have in common, such as their bits and groups; None if nothing."""
+    place: Place | None = None
+    """Where in its one tensor the weight lies; None if it has its tensors for itself."""
 
     def nbytes(self, files: Checkpoint) -> int:
         """Return the bytes of the files that hold the weight."""
-        return sum(map(files.nbytes, self.tensors))
+        return sum(map(files.nbytes, self.tensors)) if self.place is None else self.place.nbytes
 
 
 class Reader(Protocol):

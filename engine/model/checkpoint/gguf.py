@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, NoReturn, Self
+from typing import BinaryIO, NoReturn, Self
 
 import gguf
 import torch
@@ -26,10 +26,8 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.gguf_header import GgufTensor, read_gguf_header
 from headrace.engine.model.families.registry import from_gguf
 from headrace.engine.model.spec import DecoderSpec
+from headrace.ops.formats import Dense, Format, Stored
 from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks
-
-if TYPE_CHECKING:
-    from headrace.ops.formats import Stored
 
 __all__ = ["GgufFile"]
 
@@ -176,17 +174,40 @@ class GgufFile:
         for first, raw in self._raw_blocks(name, tensor, elements):
             yield first, format.from_file(raw, (len(raw), tensor.shape[-1]))
 
-    def _raw_blocks(self, name: str, tensor: GgufTensor, elements: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first row, uint8 [rows, bytes of a row])."""
+    def stacked_format(self, name: str) -> Format:
+        """Return the format in which `in_stack` yields the rows of a stack of matrices."""
+        kind = self.tensors[name].kind
+        return GgufBlocks(kind) if kind in BLOCK_KINDS else Dense(torch.float32)
+
+    def in_stack(self, name: str, place: int, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, Stored]]:
+        """Yield the rows of one matrix of a stack in order, in blocks as the file has them, or else in float32.
+
+        Raises:
+            ModelRejected: The file has shrunk since it was opened.
+        """
+        tensor, format = self.tensors[name], self.stacked_format(name)
+        rows = tensor.shape[1]
+        for first, raw in self._raw_blocks(name, tensor, elements, range(place * rows, (place + 1) * rows)):
+            if isinstance(format, GgufBlocks):
+                yield first, format.from_file(raw, (len(raw), tensor.shape[-1]))
+            else:
+                yield first, Stored.from_dense(_dequantised(raw, tensor.kind))
+
+    def _raw_blocks(
+        self, name: str, tensor: GgufTensor, elements: int, wanted: range | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first row, uint8 [rows, bytes of a row]) of all rows, or of those that are wanted, counted from 0."""
         columns = tensor.shape[-1]
-        rows = math.prod(tensor.shape[:-1])
-        row_bytes = tensor.nbytes // rows
+        row_bytes = tensor.nbytes // math.prod(tensor.shape[:-1])
+        rows, offset = math.prod(tensor.shape[:-1]), tensor.offset
+        if wanted is not None:
+            rows, offset = len(wanted), tensor.offset + wanted.start * row_bytes
         step = max(elements // columns, 1)
         file, file_name = self._where[name]
         for first in range(0, rows, step):
             data = bytearray(min(step, rows - first) * row_bytes)
             view = memoryview(data)
-            start, done = tensor.offset + first * row_bytes, 0
+            start, done = offset + first * row_bytes, 0
             while done < len(view):
                 got = os.preadv(file.fileno(), [view[done:]], start + done)
                 if not got:

@@ -48,9 +48,11 @@ class Inventory:
         wanted = {name: shape for name, _, shape in parts}
         self._turned = {name for name, part, _ in parts if self.names.is_transposed(part)}
         self._found = {name: found for name in wanted if (found := self._find(name, readers)) is not None}
+        self._experts = 1 + max((part.expert for _, part, _ in parts if part.expert is not None), default=-1)
         missing = [name for name in wanted if name not in self._found]
         if missing:
-            self.refuse(missing[0], "missing", f"the {len(wanted)} tensors of the model ({len(missing)} missing)")
+            limit = f"the {len(wanted)} tensors of the model ({len(missing)} missing{self._counted()})"
+            self.refuse(missing[0], "missing", limit)
         head_shape = (spec.vocab_size, spec.hidden_size)
         head = self.names.of(Part("head.weight", 0))
         if spec.tied_head and not is_bare and files.shapes.get(head) == head_shape:
@@ -58,6 +60,7 @@ class Inventory:
         self._check_leftovers(is_tied=spec.tied_head)
         for name, shape in wanted.items():
             self._check_shape(name, shape)
+        self._check_stacks()
         for fused in all_parameters(spec):
             self._check_kinds(fused)
         for found in self._found.values():
@@ -91,7 +94,7 @@ class Inventory:
         left = [name for name in self.files.shapes if name not in known and not self.names.harmless.fullmatch(name)]
         if not left:
             return
-        wanted = f"the tensors of the model ({len(left)} left over)"
+        wanted = f"the tensors of the model ({len(left)} left over{self._counted()})"
         if is_tied and left[0].startswith(f"{self.names.roles['head']}."):
             wanted = "no head of its own, since tie_word_embeddings is true"
         self.refuse(left[0], "left over", wanted)
@@ -109,6 +112,17 @@ class Inventory:
             found.format.parts(shape)
         except ValueError as error:
             self.refuse(name, f"stored as {found.format.name}", error)
+
+    def _check_stacks(self) -> None:
+        """Refuse tensors that hold more experts than the model has."""
+        for found in self._found.values():
+            if found.place is not None and found.place.experts > self._experts:
+                wanted = f"{self._experts}, as the config says"
+                self.refuse(found.tensors[0], f"of {found.place.experts} experts", wanted)
+
+    def _counted(self) -> str:
+        """Return how many experts the config gives to a layer, for messages about tensors; empty if none."""
+        return f"; the config has {self._experts} experts" if self._experts else ""
 
     def _check_kinds(self, fused: Fused) -> None:
         """Refuse tensors of one product that a tool has stored in different ways, which it never does on purpose."""

@@ -14,8 +14,10 @@ import torch
 
 from headrace.engine.model.checkpoint.found import Allocate, Checkpoint, Found, Pieces, Reader, refuse_tensor
 from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.interleaved import InterleavedExperts
 from headrace.engine.model.checkpoint.quantised.reader import QuantisedTensors
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.checkpoint.stacked import StackedExperts
 from headrace.ops.formats import Dense, Format, Stored
 
 __all__ = [
@@ -72,7 +74,13 @@ class PlainTensors:
         return Found(Dense(torch.float32), shape, (name,), pieces)
 
 
-READERS: tuple[Reader, ...] = (GgufBlockMatrices(), QuantisedTensors(), PlainTensors())
+READERS: tuple[Reader, ...] = (
+    GgufBlockMatrices(),
+    StackedExperts(),
+    InterleavedExperts(),
+    QuantisedTensors(),
+    PlainTensors(),
+)
 """The readers of a loader that is given no others."""
 
 

@@ -160,9 +160,22 @@ class SafetensorsFolder:
             yield first, self.rows(tensor, first, min(first + step, rows), allocate)
 
     def rows(
-        self, tensor: str, first: int, stop: int, allocate: Callable[[int], torch.Tensor] = _allocate
+        self,
+        tensor: str,
+        first: int,
+        stop: int,
+        allocate: Callable[[int], torch.Tensor] = _allocate,
+        *,
+        in_stack: bool = False,
     ) -> torch.Tensor:
         """Return the rows from `first` up to `stop` as [rows, inner] in the file's own dtype; a number has one row.
+
+        Args:
+            tensor: A key of `shapes`.
+            first: First row.
+            stop: Row behind the last.
+            allocate: Returns uint8 host memory of the given number of bytes.
+            in_stack: Whether the tensor is a stack of matrices, whose rows are counted through.
 
         Raises:
             ModelRejected: The file has shrunk since it was opened.
@@ -170,6 +183,8 @@ class SafetensorsFolder:
         entry = self._entries[tensor]
         file, name = self._where[tensor]
         rows, *inner = entry.shape or (1,)
+        if in_stack:
+            rows, inner = rows * inner[0], inner[1:]
         row_bytes = entry.nbytes // max(rows, 1)
         raw = allocate((stop - first) * row_bytes)
         _read_into(raw, file, entry.offset + first * row_bytes, name)

@@ -11,11 +11,12 @@ from torch import Tensor
 from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.plan import final_norm_plan, layer_plan, top_plan
 from headrace.engine.model.checkpoint.weights import DecoderWeights
+from headrace.engine.model.experts import is_of_expert
 from headrace.engine.model.roles import Fused
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.stats import ModelPart, WeightPart
 
-__all__ = ["WeightSum", "name_of", "parts_in_files", "stored_parts"]
+__all__ = ["WeightSum", "name_of", "part_of_feed", "parts_in_files", "stored_parts"]
 
 
 class WeightSum:
@@ -46,6 +47,11 @@ def name_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def part_of_feed(name: str) -> ModelPart:
+    """Return the part of the model to which the matrix of a feed with a name in `SublayerWeights` belongs."""
+    return "experts" if is_of_expert(name) else "feed-forward"
+
+
 def stored_parts(weights: DecoderWeights) -> tuple[WeightPart, ...]:
     """Return the bytes of a decoder whose products take the weights as they are stored, without a copy."""
     total = WeightSum()
@@ -60,8 +66,8 @@ def stored_parts(weights: DecoderWeights) -> tuple[WeightPart, ...]:
         total.add_vectors((*layer.mixer.vectors.values(), *layer.feed.vectors.values()))
         for weight in layer.mixer.matrices.values():
             total.add("attention", weight.format.name, weight.nbytes)
-        for weight in layer.feed.matrices.values():
-            total.add("feed-forward", weight.format.name, weight.nbytes)
+        for name, weight in layer.feed.matrices.items():
+            total.add(part_of_feed(name), weight.format.name, weight.nbytes)
     return total.parts()
 
 
@@ -70,10 +76,12 @@ def parts_in_files(inventory: Inventory, spec: DecoderSpec) -> tuple[WeightPart,
     total = WeightSum()
 
     def add(part: ModelPart, plan: Mapping[str, Fused]) -> None:
-        for fused in plan.values():
+        for name, fused in plan.items():
+            here = "other" if fused.columns is None or fused.in_float32 else part
+            here = part_of_feed(name) if here == "feed-forward" else here
             for tensor in fused.parts:
                 found = inventory.of(tensor)
-                total.add("other" if fused.columns is None else part, found.format.name, found.nbytes(inventory.files))
+                total.add(here, found.format.name, found.nbytes(inventory.files))
 
     top = top_plan(spec)
     add("embedding", {name: fused for name, fused in top.items() if name != "head"})

@@ -53,7 +53,7 @@ class SublayerWeights:
     matrices: Mapping[str, Stored]
     """Matrices [out, in]."""
     vectors: Mapping[str, Tensor]
-    """Biases and the weights of norms; only those that the spec has."""
+    """Biases, the weights of norms, and what a router has; only those that the spec has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,9 @@ def _layer(spec: DecoderSpec, maker: _Maker, layer: int) -> LayerWeights:
 
 
 def _sublayer(plan: Mapping[str, Fused], maker: _Maker) -> SublayerWeights:
-    vectors = {name: maker.dense(fused) for name, fused in plan.items() if fused.columns is None}
-    matrices = {name: maker.weight(fused) for name, fused in plan.items() if fused.columns is not None}
+    dense = {name: fused for name, fused in plan.items() if fused.columns is None or fused.in_float32}
+    vectors = {name: maker.dense(fused) for name, fused in dense.items()}
+    matrices = {name: maker.weight(fused) for name, fused in plan.items() if name not in dense}
     return SublayerWeights(matrices, vectors)
 
 
@@ -183,9 +184,12 @@ class _Random:
         self.generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(seed)
 
     def dense(self, fused: Fused) -> Tensor:
-        return self._filled(fused, self.empty(fused.shape, self.dtype))
+        dtype = torch.float32 if fused.in_float32 else self.dtype
+        return self._filled(fused, self.empty(fused.shape, dtype))
 
     def _filled(self, fused: Fused, out: Tensor) -> Tensor:
+        if out.is_meta:
+            return out
         return out.fill_(1.0) if fused.is_norm else out.normal_(0.0, _INIT_STD, generator=self.generator)
 
     def weight(self, fused: Fused) -> Stored:

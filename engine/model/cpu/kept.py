@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from headrace.engine.model.checkpoint.weight_parts import WeightSum, name_of
+import torch
+
+from headrace.engine.model.checkpoint.weight_parts import WeightSum, name_of, part_of_feed
 from headrace.engine.model.checkpoint.weights import DecoderWeights, SublayerWeights
+from headrace.engine.model.experts import ROUTER
 from headrace.engine.stats import ModelPart, WeightPart
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.head import CpuHead
 from headrace.ops.cpu.linear import KeptWeight
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.products import kept_by
+from headrace.ops.formats import Stored
 
 __all__ = ["kept_parts"]
 
@@ -29,18 +33,21 @@ def kept_parts(weights: DecoderWeights, ops: CpuOps) -> tuple[WeightPart, ...]:
     total.add_vectors(weights.top_tensors)
     for number in range(len(weights.layers)):
         layer = weights.layers[number]
-        _add_layer(total, "attention", layer.mixer, ops)
-        _add_layer(total, "feed-forward", layer.feed, ops)
+        _add_layer(total, layer.mixer, ops, lambda _: "attention")
+        _add_layer(total, layer.feed, ops, part_of_feed)
     _add_ends(total, weights, ops)
     return total.parts()
 
 
-def _add_layer(total: WeightSum, part: ModelPart, of_layer: SublayerWeights, ops: CpuOps) -> None:
+def _add_layer(total: WeightSum, of_layer: SublayerWeights, ops: CpuOps, part: Callable[[str], ModelPart]) -> None:
     for name, vector in of_layer.vectors.items():
+        if name == ROUTER:
+            _add(total, "other", kept_by(Stored.from_dense(vector), torch.float32, ops.products))
+            continue
         kept = vector.float() if name.endswith("_bias") and isinstance(ops, NativeOps) else vector
         total.add("other", name_of(kept), kept.nbytes)
-    for weight in of_layer.matrices.values():
-        _add(total, part, kept_by(weight, ops.dtype, ops.products))
+    for name, weight in of_layer.matrices.items():
+        _add(total, part(name), kept_by(weight, ops.dtype, ops.products))
 
 
 def _add_ends(total: WeightSum, weights: DecoderWeights, ops: CpuOps) -> None:

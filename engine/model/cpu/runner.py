@@ -24,13 +24,13 @@ from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.shared.results import step_result
-from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, SoftcappedAttention
+from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, SinkAttention, SoftcappedAttention
 from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan
 from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu.block import CpuOps, Weigh
 from headrace.ops.cpu.kv import CpuKv
-from headrace.ops.cpu.linear import CpuLinear
+from headrace.ops.cpu.linear import ALIKE_ROWS, CpuLinear
 from headrace.ops.cpu.lora import AdapterUsers, CpuAdapterOps
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context
@@ -40,10 +40,6 @@ from headrace.ops.cpu.step import CpuStep
 __all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops"]
 
 CpuDecoder: TypeAlias = Decoder[CpuLinear, CpuStep, CpuKv]
-
-# Measured with oneDNN 3.12 on a CPU with AMX: bfloat16 products of more than 32 rows all sum in one order, and those of
-# fewer rows in another. 40 is the next number of rows that linear layers multiply (see sizes.py).
-_ALIKE_ROWS = 40
 
 Variants: TypeAlias = Mapping[str, Callable[[Attention], Weigh]]
 """For each `Attention.scores` beside softmax, a function that returns how the scores of an attention become weights."""
@@ -62,6 +58,10 @@ def _softcapped(attention: Attention) -> Weigh:
 
 
 _VARIANTS: Variants = MappingProxyType({SoftcappedAttention.scores: _softcapped})
+
+
+_OWN_SCORES: Final = (Attention.scores, SinkAttention.scores)
+"""Scores that `CpuOps` weighs by itself."""
 
 
 class _Sizes(TypedDict):
@@ -110,8 +110,8 @@ def cpu_ops(
     found: dict[MixerSpec, CpuOps] = {}
     for attention in spec.attention_kinds:
         variant = variants.get(attention.scores)
-        if variant is None and attention.scores != Attention.scores:
-            known = ", ".join((Attention.scores, *variants))
+        if variant is None and attention.scores not in _OWN_SCORES:
+            known = ", ".join((*_OWN_SCORES, *variants))
             refuse(spec.architecture, "the scores of a layer's attention", attention.scores, known)
         cos, sin = table(attention, attention.rope)
         sizes: _Sizes = {
@@ -130,7 +130,8 @@ def cpu_ops(
             found[attention] = NativeOps(context, **sizes, dtype=dtype)
         else:
             weigh = None if variant is None else variant(attention)
-            found[attention] = CpuOps(**sizes, dtype=dtype, weigh=weigh, products=products)
+            has_sinks = isinstance(attention, SinkAttention)
+            found[attention] = CpuOps(**sizes, dtype=dtype, weigh=weigh, has_sinks=has_sinks, products=products)
     return found
 
 
@@ -275,12 +276,12 @@ class CpuRunner:
         return {mixer: CpuAdapterOps(ops, users) for mixer, ops in self._ops.items()}
 
     def _padded(self, batch: StepBatch) -> Tensor:
-        """Return the step's tokens, padded with zeros up to `_ALIKE_ROWS` where a prompt is so long.
+        """Return the step's tokens, padded with zeros up to `ALIKE_ROWS` where a prompt is so long.
 
         The end of a prompt behind a cached prefix then has the same bits as in a prompt that is computed at once.
         """
         longest = max((row.length for row in batch.paged.prefills), default=0)
-        missing = min(longest, _ALIKE_ROWS) - len(batch.tokens_N)
+        missing = min(longest, ALIKE_ROWS) - len(batch.tokens_N)
         if missing <= 0 or self._any.rows_are_alike:
             return batch.tokens_N
         return functional.pad(batch.tokens_N, (0, missing))

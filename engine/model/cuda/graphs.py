@@ -31,6 +31,7 @@ from headrace.ops.cuda.attention.registry import DecodeChoice, DecodeKernel, Dec
 from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.attention.steps import DecodeStep, PlannedAttention, WholeStep
 from headrace.ops.cuda.block import CudaOps
+from headrace.ops.cuda.experts.registry import Padding
 from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
 from headrace.ops.cuda.hazards import Launch
 
@@ -278,7 +279,8 @@ class DecodeGraphs:
                     self._chain.note(step.deal)
         rotated = all(isinstance(step, DecodeStep) for step in steps.values())
         adapted = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, use, rotated=rotated)
-        hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapted=adapted)
+        with next(iter(self._ops.values())).experts.padded(Padding(batch_B, rows.padding_row)):  # of all mixers
+            hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapted=adapted)
         return self._decoder.logits(hidden_BE, adapted)
 
     def _allocate(self, max_rows: int) -> dict[int, DecodeInputs]:

@@ -7,21 +7,25 @@ to read: ops/cuda/kernels.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import filterfalse
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights, SublayerWeights, describe_weights
-from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.experts import ExpertsFeed, down_of, gate_up_of, is_of_expert
+from headrace.engine.model.spec import DecoderSpec, DenseFeed
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
 from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.codes.held import kind_of, kinds_of_pieces
 from headrace.ops.cuda.codes.kinds import Kind
+from headrace.ops.cuda.experts.arena import common_kind
+from headrace.ops.cuda.experts.registry import ExpertShape, resolve_experts
 from headrace.ops.cuda.kernels import KERNELS, Kernels
 from headrace.ops.cuda.products.fusion import Fusion
-from headrace.ops.cuda.products.registry import ProductKernel, Resolved, WeightShape, resolve
+from headrace.ops.cuda.products.registry import ByRows, ProductKernel, Resolved, WeightShape, resolve
 from headrace.ops.cuda.tuning.table import Span
 from headrace.ops.formats import Dense, Format, Stacked, Stored
 
@@ -33,6 +37,8 @@ _STEPS: Final[dict[str, tuple[Fusion, ...]]] = {
     "gate_up": ("norm gated", "factors gated", "gated", "plain"),
     "up": ("plain",),
     "down": ("residual", "plain"),
+    "shared_gate_up": ("plain",),
+    "shared_down": ("plain",),
     "head": ("logits",),
 }
 """What a launch of each product may compute, the most first; a step takes the first that a kernel computes."""
@@ -47,6 +53,7 @@ _WORDS: Final[dict[Fusion, str]] = {
     "factors gated": "rest of the norm, product, silu(gate) * up",
     "heads": "rest of the norm, product, rotation, KV write",
 }
+T = TypeVar("T")
 _CONTEXTS: Final = (1024, 16384)
 """Tokens of a row for which decodes are listed by rows."""
 
@@ -110,6 +117,11 @@ def list_kernels(
         refusals += _product_refusals(what, steps, resolved)
         if product.is_unpacked is not None:
             refusals.append(Refusal("those for codes", what, f"{product.is_unpacked}: kept in bfloat16"))
+    for what, experts in _experts(spec, weights).items():
+        chosen = resolve_experts(kernels.experts, arch, experts.shape)
+        lines.append(Line(what, "router, products, weighted sum", _by_rows(chosen.kernels, rows, lambda one: one.name)))
+        refusals += [Refusal(name, what, why) for name, why in chosen.refused.items()]
+        refusals += [Refusal("those for codes", what, f"{why}: kept in bfloat16") for why in experts.unpacked]
     kv_dtype = torch.float8_e4m3fn if fp8 else None
     for attention in attentions:
         shape = HeadShape(
@@ -142,7 +154,10 @@ def _steps(spec: DecoderSpec, product: _Product) -> tuple[Fusion, ...]:
         unused |= {"norm plain", "heads", "factors plain"}
     if "post" in placements:
         unused |= {"norm plain", "norm gated", "gated"}
-    if spec.uniform_feed.activation != "silu":
+    feeds = [layer.feed for layer in spec.layers]
+    if all(isinstance(feed, ExpertsFeed) for feed in feeds):
+        unused |= {"heads", "factors plain"}
+    if any(isinstance(feed, DenseFeed) and feed.activation != "silu" for feed in feeds):
         unused |= {"norm gated", "factors gated", "gated"}
     return tuple(fusion for fusion in _STEPS[product.name] if fusion not in unused)
 
@@ -170,7 +185,7 @@ def _products(spec: DecoderSpec, weights: DecoderWeights | None, quantize_head: 
     for number in range(len(weights.layers)):
         layer = weights.layers[number]
         for of_layer in (layer.mixer, layer.feed):
-            for name in of_layer.matrices:
+            for name in filterfalse(is_of_expert, of_layer.matrices):
                 found.setdefault(name, Counter()).update(dict.fromkeys(_pieces(name, of_layer, head_dim), 1))
     if spec.has_head:
         found["head"] = Counter([_head(weights.head, head_dim, quantize_head)])
@@ -203,6 +218,44 @@ def _pieces(name: str, of_layer: SublayerWeights, head_dim: int) -> list[_Produc
         shape = WeightShape(piece.shape[0], piece.shape[1], head_dim, kind=kind)
         found.append(_Product(name, shape, _name(piece.format), None, is_piece=True))
     return found or [whole]
+
+
+class _Experts(NamedTuple):
+    """The experts of some layers, which have one shape and one format."""
+
+    shape: ExpertShape
+    format: str
+    unpacked: tuple[str, ...]
+    """Why quantised weights are not multiplied by their codes, in words."""
+
+
+def _experts(spec: DecoderSpec, weights: DecoderWeights | None) -> dict[str, _Experts]:
+    """Return the different experts of the layers, by what they are called in the list."""
+    if weights is None:
+        weights = describe_weights("random", spec, dtype=torch.bfloat16)
+    found = Counter[_Experts]()
+    for number, layer in enumerate(spec.layers):
+        if isinstance(layer.feed, ExpertsFeed):
+            found[_experts_of(layer.feed, spec.hidden_size, weights.layers[number].feed)] += 1
+    names = [each.format for each in found]
+    return {
+        "experts" + (f" ({each.format}, {count} layer{'s' * (count != 1)})" if len(names) > 1 else ""): each
+        for each, count in found.items()
+    }
+
+
+def _experts_of(feed: ExpertsFeed, hidden: int, of_layer: SublayerWeights) -> _Experts:
+    every = range(feed.routing.experts)
+    both = ([of_layer.matrices[name(expert)] for expert in every] for name in (gate_up_of, down_of))
+    kinds, unpacked, formats = list[Kind | None](), list[str](), list[str]()
+    for weights in both:
+        kind = common_kind([kind_of(weight.format, weight.shape) for weight in weights])
+        kinds.append(kind if isinstance(kind, Kind) else None)
+        formats += [_name(weight.format) for weight in weights]
+        if isinstance(kind, str) and not all(isinstance(weight.format, Dense) for weight in weights):
+            unpacked.append(kind)
+    shape = ExpertShape(feed.routing, hidden, feed.size, gate_up=kinds[0], down=kinds[1])
+    return _Experts(shape, " + ".join(dict.fromkeys(formats)), tuple(dict.fromkeys(unpacked)))
 
 
 def _name(format: Format) -> str:
@@ -238,7 +291,11 @@ def _cells(resolved: Resolved, fusion: Fusion, rows: Sequence[int], kind: Kind |
     def name_of(kernel: ProductKernel) -> str:
         return kernel.name if kind is None else kernel.name.removesuffix(f", {kind.name}")
 
-    table = resolved.kernels[fusion]
+    return _by_rows(resolved.kernels[fusion], rows, name_of)
+
+
+def _by_rows(table: ByRows[T], rows: Sequence[int], name_of: Callable[[T], str]) -> tuple[str, ...]:
+    """Return the name of a kernel for each number of rows, or all of them with their ranges of rows."""
     if rows:
         return tuple("-" if (kernel := table.at(count)) is None else name_of(kernel) for count in rows)
     return (", ".join(f"{_of(span)}: {name_of(kernel)}" for span, kernel in table.spans) or "-",)

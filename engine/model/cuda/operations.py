@@ -19,6 +19,7 @@ from headrace.ops.cuda.attention.steps import CudaStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.codes.kinds import Kind
 from headrace.ops.cuda.codes.layout import CodeLayout
+from headrace.ops.cuda.experts.packed import ExpertProducts
 from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.kernels import KERNELS, Kernels
 from headrace.ops.cuda.products.linear import LinearScratch
@@ -75,11 +76,13 @@ def cuda_ops(
     room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
     able = [*(kernel for kind in codes for kernel in kernels.coded(kind)), *kernels.products]
     products = Products(arch, room, _built(able, arch, dtype, head_dim))
+    experts = ExpertProducts(arch, room, kernels.experts)
     return {
         attention: CudaOps(
             head_shape(attention, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
             cos_sin_PD=rotations[attention.rope, attention.rotary_dim],
             products=products,
+            experts=experts,
             kv_scales=kv_scales,
             early_cos_sin_PD=(
                 None if attention.early_rope is None else rotations[attention.early_rope, attention.rotary_dim]

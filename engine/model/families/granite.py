@@ -11,26 +11,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
-from headrace.engine.model.families.hf import HfConfig
-from headrace.engine.model.spec import DecoderSpec, LayerSpec, Norms
+from headrace.engine.model.families.hf import HF_NAMES, HfConfig
+from headrace.engine.model.roles import Names
+from headrace.engine.model.spec import DecoderSpec, FeedSpec, LayerSpec, Norms
 
-__all__ = ["GRANITE"]
+__all__ = ["GRANITE", "granite_decoder"]
 
 _LEAST, _MOST = 1e-4, 1e4
 
 
-def _from_config(config: HfConfig) -> DecoderSpec:
+def granite_decoder(config: HfConfig, feed: FeedSpec, names: Names = HF_NAMES) -> DecoderSpec:
+    """Return the spec of a model with Granite's attention and factors."""
     embedding, residual, scores, logits = (
         config.real(field, _LEAST, _MOST, 1.0)
         for field in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     )
     biased = config.flag("attention_bias", False)
     attention = replace(config.attention(), qkv_bias=biased, o_bias=biased, scale=scores)
-    feed = replace(config.dense(), bias=config.flag("mlp_bias", False))
     norms = Norms(config.norms().epsilon / residual**2)
     config.windows()  # has none, and refuses layer_types that say otherwise
-    spec = config.decoder([LayerSpec(attention, feed, norms)] * config.num_layers, [config.rope(attention)])
+    spec = config.decoder([LayerSpec(attention, feed, norms)] * config.num_layers, [config.rope(attention)], names)
     return replace(spec, embedding_scale=embedding / residual, logits_scale=1.0 / logits)
+
+
+def _from_config(config: HfConfig) -> DecoderSpec:
+    return granite_decoder(config, replace(config.dense(), bias=config.flag("mlp_bias", False)))
 
 
 GRANITE = Family(

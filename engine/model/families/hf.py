@@ -38,6 +38,8 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "logits_scaling": (None, 1),
     "new_decoder_architecture": (None, False),
     "no_rope_layers": (None,),
+    "moe_num_experts": (None, 0),
+    "n_routed_experts": (None, 0),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "parallel_attn": (None, False),

@@ -16,6 +16,14 @@ from headrace.engine.model.families.cohere2 import COHERE2
 from headrace.engine.model.families.cwm import CWM
 from headrace.engine.model.families.ernie4_5 import ERNIE4_5
 from headrace.engine.model.families.exaone4 import EXAONE4
+from headrace.engine.model.families.experts.ernie4_5_moe import ERNIE_4_5_MOE
+from headrace.engine.model.families.experts.glm4_moe import GLM4_MOE
+from headrace.engine.model.families.experts.gpt_oss import GPT_OSS
+from headrace.engine.model.families.experts.granitemoe import GRANITE_MOE, GRANITE_MOE_SHARED
+from headrace.engine.model.families.experts.mixtral import MIXTRAL
+from headrace.engine.model.families.experts.olmoe import OLMOE
+from headrace.engine.model.families.experts.qwen2_moe import QWEN2_MOE
+from headrace.engine.model.families.experts.qwen3_moe import QWEN3_MOE
 from headrace.engine.model.families.falcon import FALCON
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gemma import GEMMA
@@ -50,6 +58,7 @@ __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "read_hf_con
 
 FAMILIES: Final = (
     LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4, SEED_OSS,
+    QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS,
     GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
     STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM,
 )  # fmt: skip

@@ -13,7 +13,9 @@ from typing import Protocol, TypeAlias, TypeVar
 from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
+from headrace.engine.model.experts import ExpertsFeed
 from headrace.engine.model.network.feeds.dense import GatedFeed
+from headrace.engine.model.network.feeds.experts import RoutedFeed
 from headrace.engine.model.network.feeds.plain import UngatedFeed
 from headrace.engine.model.network.mixers.attention import SoftmaxAttention
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
@@ -24,6 +26,7 @@ from headrace.engine.model.spec import (
     LayerSpec,
     MixerSpec,
     PlainFeed,
+    SinkAttention,
     SoftcappedAttention,
 )
 from headrace.ops.stream import Stream
@@ -110,5 +113,7 @@ Mixers: TypeAlias = Mapping[type[MixerSpec], MixerMaker]
 Feeds: TypeAlias = Mapping[type[FeedSpec], FeedMaker]
 """What computes each kind of feed, by the type of its spec."""
 
-MIXERS: Mixers = MappingProxyType({Attention: SoftmaxAttention, SoftcappedAttention: SoftmaxAttention})
-FEEDS: Feeds = MappingProxyType({DenseFeed: GatedFeed, PlainFeed: UngatedFeed})
+MIXERS: Mixers = MappingProxyType(
+    {Attention: SoftmaxAttention, SoftcappedAttention: SoftmaxAttention, SinkAttention: SoftmaxAttention}
+)
+FEEDS: Feeds = MappingProxyType({DenseFeed: GatedFeed, PlainFeed: UngatedFeed, ExpertsFeed: RoutedFeed})

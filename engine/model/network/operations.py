@@ -11,10 +11,11 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from headrace.ops.experts import Experts
 from headrace.ops.formats import Stored
 from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation, Stream
 
-__all__ = ["BlockOps", "DeviceOps", "Kv", "Packed", "ReadableHead", "Step", "Table"]
+__all__ = ["BlockOps", "DeviceOps", "Kv", "Packed", "PackedExperts", "ReadableHead", "Step", "Table"]
 
 Packed = TypeVar("Packed")
 Step = TypeVar("Step")
@@ -38,6 +39,21 @@ class ReadableHead(Protocol):
 
     def read_rows(self, ids_N: Tensor) -> Tensor:
         """Return the rows `ids_N` (int32 or int64), [N, E]."""
+        ...
+
+
+class PackedExperts(Protocol):
+    """Protocol of a layer's router and experts in the form in which a device computes them."""
+
+    def __call__(self, x_NE: Tensor, /) -> Tensor:
+        """Return the weighted sum of the results of each token's experts, [N, E], in the dtype of `x_NE`.
+
+        The sum is taken in the order of the choice, the best expert first, and a token's result does not depend on the
+        tokens that are computed with it. Rows behind the step's tokens are routed nowhere: their results do not matter.
+
+        Args:
+            x_NE: Normed input, in the dtype of products.
+        """
         ...
 
 
@@ -149,4 +165,16 @@ class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
 
     def pack_head(self, weight_VE: Stored) -> Packed:
         """Return the output head's weight in the form in which this device multiplies by it."""
+        ...
+
+    def keep_sinks(self, layer: int, sinks_H: Tensor) -> None:
+        """Take the scores, float32, of the keys without values that a layer's attention has, one in each head."""
+        ...
+
+    def pack_experts(self, experts: Experts) -> PackedExperts:
+        """Return a layer's router and experts in the form in which this device computes them.
+
+        Raises:
+            ModelRejected: This device does not compute such experts.
+        """
         ...

@@ -7,7 +7,7 @@ themselves are those of network/.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
 from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.norms import layer_norm, layer_norm_heads
+from headrace.ops.experts import Experts
 from headrace.ops.formats import Stored
 from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation, Stream
 
@@ -77,6 +78,14 @@ class CalibrationOps:
     def pack(self, weight: Stored, bias_O: Tensor | None) -> DenseProduct:
         """Return a weight ready to multiply in float32."""
         return DenseProduct(weight, weight.dense(torch.float32), bias_O)
+
+    def keep_sinks(self, layer: int, sinks_H: Tensor) -> NoReturn:
+        """Raise `ModelRejected`: sinks are not computed here."""
+        refuse("model", "the sinks of a layer's heads", len(sinks_H), "plain softmax, to calibrate with data")
+
+    def pack_experts(self, experts: Experts) -> NoReturn:
+        """Raise `ModelRejected`: some experts may see too few of the tokens to be calibrated with."""
+        refuse("model", "experts", experts.routing, "dense feeds, to calibrate with data")
 
     def pack_head(self, weight_VE: Stored) -> DenseProduct:
         """Return the output head ready to multiply in float32."""

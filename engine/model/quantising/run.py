@@ -24,6 +24,7 @@ from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.parameters import FileMaker
 from headrace.engine.model.checkpoint.plan import all_parts
 from headrace.engine.model.checkpoint.safetensors import INDEX_FILE, SafetensorsFolder
+from headrace.engine.model.experts import routing_of
 from headrace.engine.model.families.registry import from_hf
 from headrace.engine.model.quantising.calibrated import Calibration
 from headrace.engine.model.quantising.compressed import TensorSpec, encoded, quantization_config, tensor_specs
@@ -241,8 +242,16 @@ def _selected(
             "another format, such as int8",
             "fits no linear layer: no number of inputs is a multiple of 32",
         )
+    for module in selection.modules:
+        if inventory.of(module.part).place is not None:
+            tensor, limit = inventory.of(module.part).tensors[0], "each expert's own tensors"
+            told = f"holds all experts of a layer in {tensor}; the option quantize of an engine takes that"
+            _refuse("model", tensor, limit, told)
     if ids_ST is None:
         return selection
+    if routing_of(spec) is not None:
+        told = "is not possible for models with experts; leave the data out"
+        _refuse("data", spec.architecture, "a model without experts", told)
     if not spec.has_softmax_alone:
         _refuse("data", spec.architecture, "a model whose attention is plain softmax", "is not possible for this model")
     if any(layer.norms.is_parallel for layer in spec.layers):

@@ -76,7 +76,7 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symme
             format = format_for(method, size_in, symmetric=symmetric)
             if is_head and not head:
                 ignored[name] = "the output head"
-            elif part.role.startswith(_NEVER):
+            elif fused.in_float32 or part.role.startswith(_NEVER):
                 ignored[name] = "a router"
             elif names.is_transposed(part):
                 odd[name] = "this family stores it [in, out]"

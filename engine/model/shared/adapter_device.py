@@ -13,6 +13,7 @@ from headrace.adapters.loaded import LoadedAdapter, Stamp
 from headrace.adapters.names import AdapterNames
 from headrace.adapters.untrusted import refuse
 from headrace.engine.config import EngineConfig
+from headrace.engine.model.experts import routing_of
 from headrace.engine.model.rope import head_places
 from headrace.engine.model.spec import DecoderSpec, DenseFeed
 
@@ -38,7 +39,7 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
         num_heads=attention.heads,
         num_kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
-        ffn_size=spec.uniform_feed.size,
+        ffn_size=0 if routing_of(spec) is not None else spec.uniform_feed.size,
         vocab_size=spec.vocab_size,
         virtual_scale=1.0 if spec.scales_virtual_tokens else 1.0 / spec.embedding_scale,
         head_places=None if places is None else tuple(places.tolist()),

@@ -13,6 +13,7 @@ import torch
 
 from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.native.experts import NativeExperts
 from headrace.ops.cpu.native.library import Context, HeadsStruct, StepStruct
 from headrace.ops.cpu.native.linear import NativeDenseKernel, NativeKernel, NativeLinear, as_floats
 from headrace.ops.cpu.norms import layer_norm
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from headrace.ops.cpu.kv import CpuKv
     from headrace.ops.cpu.linear import CpuLinear
+    from headrace.ops.experts import Experts
     from headrace.ops.formats import Stored
     from headrace.ops.paged import PagedBatch
     from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
@@ -146,6 +148,10 @@ class NativeOps(CpuOps):
     def layer_norm(self, x_NE: Tensor, norm: LayerNorm) -> Tensor:
         """Return the layer norm of each token, float32."""
         return layer_norm(as_floats(x_NE), norm, self._epsilon)
+
+    def pack_experts(self, experts: Experts) -> NativeExperts:
+        """Pack a layer's router and experts."""
+        return NativeExperts(experts, self._context, self.pack, self._pack_router)
 
     def pack_head(self, weight_VE: Stored) -> CpuLinear:
         """Pack the output head's weight for `logits`."""

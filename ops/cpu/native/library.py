@@ -93,6 +93,8 @@ _SIGNATURES = {
     "silu_mul": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
     "gelu_tanh": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
     "feed": (c_int, [c_void_p, *[c_void_p] * 4, c_float, _LINEAR, c_void_p, c_int]),
+    "grouped": (c_int, [c_void_p, c_void_p, c_int, *[c_void_p] * 4]),
+    "weighted_sums": (None, [*[c_void_p] * 4, c_int, c_int, c_int, c_void_p]),
     "attend": (c_int, [c_void_p, _HEADS, _STEP, c_int, *[c_void_p] * 4, _LINEAR, *[c_void_p] * 4, c_int]),
     "attend_with": (c_int, [c_void_p, _HEADS, _STEP, c_int, *[c_void_p] * 5]),
 }

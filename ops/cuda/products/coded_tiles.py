@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.codes.layout import Codes
     from headrace.ops.cuda.products.linear import LinearScratch
 
-__all__ = ["MAX_ROWS", "TileTiling", "coded_tiles_linear", "tile_tiling"]
+__all__ = ["MAX_ROWS", "TileTiling", "coded_tiles_linear", "multiplied", "tile_tiling"]
 
 MAX_ROWS = 64
 _FEWEST_ROWS = 16
@@ -46,7 +46,7 @@ class TileTiling(NamedTuple):
 
 
 @triton.jit
-def _multiplied(
+def multiplied(
     x_rows, word, high, table, constants, chunk, last, real, constant, total,
     LINES: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def _coded_tiles_kernel(
         word_next, high_next, constants_next = load_codes(
             memory, line[:, None], ahead[None, :], chunks, (ahead < last)[None, :], KIND
         )
-        total = _multiplied(
+        total = multiplied(
             x_rows, word, high, table, constants, chunk, last, real, memory.constant, total, LINES, BLOCK, KIND
         )
         word, high, constants = word_next, high_next, constants_next

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from headrace.ops.cuda.codes.layout import Codes
 
-__all__ = ["MAX_ROWS", "TILINGS", "VectorTiling", "coded_vector_linear"]
+__all__ = ["MAX_ROWS", "TILINGS", "VectorTiling", "coded_vector_linear", "sums_of"]
 
 MAX_ROWS = 8
 
@@ -42,7 +42,7 @@ TILINGS: Final = {4: VectorTiling(64, 4, 2), 8: VectorTiling(128, 8, 4)}
 
 
 @triton.jit
-def _sums_of(x, word, high, table, constants, chunk, chunks, constant, KIND: tl.constexpr):
+def sums_of(x, word, high, table, constants, chunk, chunks, constant, KIND: tl.constexpr):
     """Return the sums [lines] of one row's inputs by numbers and scales, without the factor of the kind of codes."""
     PARTS: tl.constexpr = KIND.parts
     OF_PART: tl.constexpr = KIND.pairs // KIND.parts
@@ -123,7 +123,7 @@ def _coded_vector_kernel(
             )
         for row in tl.static_range(ROWS):
             at = x + row * x_stride
-            sums = _sums_of(at, word, high, table, constants, chunk, chunks, memory.constant, KIND)
+            sums = sums_of(at, word, high, table, constants, chunk, chunks, memory.constant, KIND)
             total += tl.where(column == row, sums[:, None], 0.0)
         if step + 1 < STEPS:
             word, high, constants = word_next, high_next, constants_next

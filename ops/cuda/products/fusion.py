@@ -1,13 +1,11 @@
 """What a product on CUDA does besides multiplying: what it needs before, and what it makes of its sums.
 
-Plain values that the kernels of products take; knows no kernel. Shape letters as in `ops/paged.py`.
+Plain values that the kernels of products take; knows none of them. Shape letters as in `ops/paged.py`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
-
-import torch
 
 from headrace.ops.paged import UNSCALED, KvScales
 
@@ -45,10 +43,15 @@ class Squares(NamedTuple):
     parts_EN: Tensor
     """Squares of the sum, summed over `SQUARED` features each, float32 [E / SQUARED, N]."""
 
+    pdl: bool = False
+    """Whether what reads them is launched while the kernel that makes them still runs."""
+
     def normed(self, x_NE: Tensor, _total_NE: Tensor, _norm_E: Tensor, eps: float) -> Tensor:
-        """Return x times the norm's factors."""
-        squares_N1 = self.parts_EN.sum(0)[:, None]
-        return (x_NE * torch.rsqrt(squares_N1 / x_NE.shape[1] + eps)).to(x_NE.dtype)
+        """Return x times the norm's factors, in place."""
+        from headrace.ops.cuda.products.factors import finish_norm  # imports the compiler
+
+        finish_norm(x_NE, self.parts_EN, eps, pdl=self.pdl)
+        return x_NE
 
 
 class Gated(NamedTuple):

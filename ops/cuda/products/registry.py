@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.products.fusion import After, Before
     from headrace.ops.cuda.products.linear import LinearScratch
 
-__all__ = ["FUSIONS", "ByRows", "ProductKernel", "ProductRoom", "ProductRun", "Resolved", "WeightShape", "resolve"]
+__all__ = [
+    "FUSIONS", "ByRows", "ProductKernel", "ProductRoom", "ProductRun", "Resolved", "WeightShape", "resolve", "spans_of",
+]  # fmt: skip
 
 FUSIONS: tuple[Fusion, ...] = get_args(Fusion)
 _FEW = 64
@@ -170,15 +172,15 @@ def resolve(kernels: Sequence[ProductKernel], arch: Arch, weight: WeightShape) -
         why = {each.name: reason for each in kernels if (reason := each.refuses(arch, weight, fusion)) is not None}
         able = [(each.rows(arch, weight, fusion), each) for each in kernels if each.name not in why]
         why |= {each.name: f"does not pay by the numbers of {arch.tuning.chip}" for rows, each in able if not rows}
-        chosen[fusion], refused[fusion] = ByRows(_spans(able)), why
+        chosen[fusion], refused[fusion] = ByRows(spans_of(able)), why
     return Resolved(chosen, refused)
 
 
-def _spans(able: Iterable[tuple[range, ProductKernel]]) -> list[tuple[range, ProductKernel]]:
+def spans_of(able: Iterable[tuple[range, T]]) -> list[tuple[range, T]]:
     """Return disjoint ranges, each with the first kernel whose rows hold it."""
     known = [(rows, kernel) for rows, kernel in able if rows]
     ends = sorted({end for rows, _ in known for end in (rows.start, rows.stop)})
-    spans: list[tuple[range, ProductKernel]] = []
+    spans: list[tuple[range, T]] = []
     for start, stop in zip(ends, ends[1:], strict=False):
         first = next((kernel for rows, kernel in known if start in rows), None)
         if first is None:

@@ -34,6 +34,8 @@ H200: Final = Tuning(
     few_rows_shared_bytes=160 << 10,
     splits=(Splits(32, 0, 4), Splits(64, 2048, 2)),
     tile_rows=range(2048, ANY.stop),  # with fewer rows, cuBLAS divides the work better
+    expert_vector_rows=range(1, 5),  # not measured
+    expert_tile_rows=((4, 16), (24, 32), (96, 64), (1 << 31, 128)),  # not measured
     decode={
         "fused": (_FEW,),
         "even": (Span(range(4, ANY.stop)),),

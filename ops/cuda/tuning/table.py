@@ -78,6 +78,11 @@ class Tuning:
     """The first that fits gives the splits of a product of few rows; if none fits, it is not split."""
     tile_rows: range
     """Rows for products of gates and ups in which arithmetic is the limit."""
+    expert_vector_rows: range
+    """Tokens whose experts are computed without tensor cores, each token's by themselves."""
+    expert_tile_rows: tuple[tuple[int, int], ...]
+    """Rows of a tile of an expert's tokens, behind the most tokens that an expert has on average for them, in ascending
+    order; the last is for all beyond."""
     decode: Mapping[str, tuple[Span, ...]]
     """Batches for which each way to attend in decodes pays, with a cache of 16 bits."""
     decode_8_bits: Mapping[str, tuple[Span, ...]]

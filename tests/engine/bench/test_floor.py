@@ -21,7 +21,7 @@ H200 = Speed(4.3e12, 791e12)
 
 def bf16(name: str) -> Cost:
     spec = from_hf(SHAPES[name])
-    return cost_of(spec, weight_bytes=stored_bytes(None, spec, torch.bfloat16), kv_size=2)
+    return cost_of(spec, weight_bytes=stored_bytes(None, spec, torch.bfloat16)[0], kv_size=2)
 
 
 @pytest.mark.parametrize(

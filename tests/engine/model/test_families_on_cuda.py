@@ -18,6 +18,7 @@ from headrace.engine.model.cuda.listed import _WORDS, list_kernels
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
 
+EXPERTS = ("qwen3 experts", "qwen2 experts", "mixtral")
 REORDERED = ("phi-4-mini", "glm", "glm4", "ernie 4.5")
 """Families whose heads are put in another order as they are loaded."""
 SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
@@ -32,7 +33,7 @@ LAYER_NORMED = ["starcoder2", "gpt2", "opt", "falcon", "falcon 40b", "cohere2", 
 OTHERS = ["hunyuan", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma3"]
 
 
-@pytest.mark.parametrize("family", [*REORDERED, *OTHERS, *LAYER_NORMED])
+@pytest.mark.parametrize("family", [*REORDERED, *OTHERS, *LAYER_NORMED, *EXPERTS])
 def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
     async def run() -> list[Output]:
         async with open_engine(zoo.folder(family), "cuda", **SMALL) as engine:
@@ -48,10 +49,12 @@ def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "family", ["phi3", "olmo3", "hunyuan", *REORDERED, "gpt2", "falcon 40b", "gpt neox", "phi", "stablelm"]
+    "family",
+    ["phi3", "olmo3", "hunyuan", *REORDERED, "gpt2", "falcon 40b", "gpt neox", "phi", "stablelm", "qwen3 experts"],
 )
 def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> None:
-    made = make(zoo.folder(family), tmp_path, family, {"r": 8, "target_modules": "all-linear"})
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"] if family in EXPERTS else "all-linear"
+    made = make(zoo.folder(family), tmp_path, family, {"r": 8, "target_modules": modules})
 
     async def run() -> list[Output]:
         async with open_engine(zoo.folder(family), "cuda", **SMALL, adapter_slots=1) as engine:

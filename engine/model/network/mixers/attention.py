@@ -42,6 +42,8 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
         self._rotates_early = spec.mixer.early_rope is not None
         self._has_steps_between = spec.mixer.has_steps_before_attention
         self._device, self._layer = ops, layer
+        if "sinks_H" in vectors:
+            ops.keep_sinks(layer, vectors["sinks_H"])
 
     def __call__(
         self, ops: BlockOps[Packed, Step, Kv], stream: Stream, next_norm_E: Tensor | None, step: Step, kv: Kv

@@ -237,19 +237,25 @@ static void do_rows(void *argument, int chunk, int worker) {
     }
 }
 
+// Give activations the memory that products which read them need. -1 without memory.
+static int make_room(Context *c, Activations *a, int reads, int count) {
+    size_t rows = (size_t)count, groups = (size_t)a->ins / GROUP;
+    if (reads & READS_CODES) {
+        a->codes = buffer(c, CODES, rows * (size_t)a->ins);
+        a->scales = buffer(c, SCALES, rows * groups * 4);
+        a->sums = buffer(c, SUMS, rows * groups * 4);
+        a->halves = buffer(c, HALVES, rows * groups * 8);
+        if (!a->codes || !a->scales || !a->sums || !a->halves) return -1;
+    }
+    if (reads & (READS_FLOATS | READS_HALVES)) {
+        a->floats = buffer(c, FLOATS, rows * (((size_t)a->ins + 1) / 2 * 2) * 4);
+        if (!a->floats) return -1;
+    }
+    return 0;
+}
+
 static int prepare_rows(RowsJob *j) {
-    size_t rows = (size_t)j->rows, groups = (size_t)j->a.ins / GROUP;
-    if (j->reads & READS_CODES) {
-        j->a.codes = buffer(j->c, CODES, rows * (size_t)j->a.ins);
-        j->a.scales = buffer(j->c, SCALES, rows * groups * 4);
-        j->a.sums = buffer(j->c, SUMS, rows * groups * 4);
-        j->a.halves = buffer(j->c, HALVES, rows * groups * 8);
-        if (!j->a.codes || !j->a.scales || !j->a.sums || !j->a.halves) return -1;
-    }
-    if (j->reads & (READS_FLOATS | READS_HALVES)) {
-        j->a.floats = buffer(j->c, FLOATS, rows * (((size_t)j->a.ins + 1) / 2 * 2) * 4);
-        if (!j->a.floats) return -1;
-    }
+    if (make_room(j->c, &j->a, j->reads, j->rows)) return -1;
     j->chunks = chunks_of(j->c, j->rows, 1);
     pool_run(j->c->pool, do_rows, j, j->chunks);
     return 0;
@@ -272,10 +278,9 @@ static int blocks_of(const Matrix *m) {
     return (m->outs + outs - 1) / outs;
 }
 
-static void do_product(void *argument, int chunk, int worker) {
-    ProductJob *j = argument;
-    (void)worker;
-    int from = edge(j->blocks, j->chunks, chunk), to = edge(j->blocks, j->chunks, chunk + 1), before = 0, outs = 0;
+// Compute the outputs of the blocks `from` .. `to` - 1 of all matrices.
+static void product_blocks(const ProductJob *j, int from, int to) {
+    int before = 0, outs = 0;
     for (int i = 0; i < j->l->count; i++) {
         const Matrix *m = j->l->matrices + i;
         const float *bias = j->l->bias ? j->l->bias + outs : NULL;
@@ -288,6 +293,12 @@ static void do_product(void *argument, int chunk, int worker) {
                 j->c->kernels->block(m, b, j->a, j->rows, bias, j->y + outs, j->stride, j->adds);
         before += blocks, outs += m->outs;
     }
+}
+
+static void do_product(void *argument, int chunk, int worker) {
+    ProductJob *j = argument;
+    (void)worker;
+    product_blocks(j, edge(j->blocks, j->chunks, chunk), edge(j->blocks, j->chunks, chunk + 1));
 }
 
 static void multiply(Context *c, const Linear *l, const Activations *a, int rows, float *y, int adds) {
@@ -464,3 +475,5 @@ EXPORT int headrace_feed(Context *c, const float *x, const float *added, float *
     multiply(c, l, &j.a, rows, wide, 0);
     return headrace_silu_mul(c, wide, rows, l->outs / 2, y);
 }
+
+#include "experts.c"

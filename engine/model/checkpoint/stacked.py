@@ -1,0 +1,93 @@
+"""`StackedExperts`: reads an expert's matrices from tensors that hold those of all experts; never knows a family.
+
+GGUF files hold them in `ffn_gate_exps`, `ffn_up_exps` and `ffn_down_exps`, each a stack of one matrix of each expert.
+
+Checkpoints of transformers 5 may hold the experts of a layer as `experts.gate_up_proj` [X, 2F, E] and
+`experts.down_proj` [X, E, F], and Granite's as `input_linear.weight` and `output_linear.weight` of the same shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Final
+
+from headrace.engine.model.checkpoint.found import Checkpoint, Found, Pieces, Place, Staging, refuse_tensor
+from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.ops.formats import Dense, Stored
+
+__all__ = ["StackedExperts"]
+
+_EXPERT: Final = re.compile(r"(.+)\.experts\.(\d{1,9})\.(gate_proj|up_proj|down_proj)\.weight")
+_IN_GGUF: Final = re.compile(r"(.+_exps)\.(\d{1,9})\.weight")
+_GATE_UP: Final = ("experts.gate_up_proj", "input_linear.weight")
+_DOWN: Final = ("experts.down_proj", "output_linear.weight")
+
+
+class StackedExperts:
+    """Reads what checkpoints call an expert's `gate_proj`, `up_proj` and `down_proj` from one tensor of all experts."""
+
+    def find(self, files: Checkpoint, name: str) -> Found | None:
+        """Return the expert's rows of the tensor of all experts; None where there is no such tensor.
+
+        Raises:
+            ModelRejected: The tensor is no stack of matrices or has no such expert, or the expert has a tensor of its
+                own, too.
+        """
+        if isinstance(files, GgufFile):
+            return _in_gguf(files, name)
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            return None
+        prefix, expert, role = match[1], int(match[2]), match[3]
+        names = (f"{prefix}.{each}" for each in (_DOWN if role == "down_proj" else _GATE_UP))
+        tensor = next((each for each in names if each in files.shapes), None)
+        if tensor is None:
+            return None
+        if name in files.shapes:
+            refuse_tensor(files, name, "left over", f"either each expert's own tensors or {tensor}, not both")
+        shape = files.shapes[tensor]
+        parts = 1 if role == "down_proj" else 2
+        if len(shape) != 3 or shape[1] % parts or not all(shape):
+            wanted = "[experts, out, in]" if parts == 1 else "[experts, 2 * width, in]"
+            refuse_tensor(files, tensor, list(shape), f"the shape {wanted}")
+        _check_count(files, tensor, shape[0], expert)
+        rows = shape[1] // parts
+        first = expert * shape[1] + (rows if role == "up_proj" else 0)
+        format = Dense(files.weight_dtype(tensor))
+        place = Place(expert, shape[0], rows * shape[2] * format.dtype.itemsize)
+        pieces = partial(_pieces, files, tensor, first, (rows, shape[2]))
+        return Found(format, (rows, shape[2]), (tensor,), pieces, place=place)
+
+
+def _in_gguf(files: GgufFile, name: str) -> Found | None:
+    match = _IN_GGUF.fullmatch(name)
+    if match is None or (tensor := f"{match[1]}.weight") not in files.tensors:
+        return None
+    shape, expert = files.shapes[tensor], int(match[2])
+    if len(shape) != 3 or not all(shape):
+        refuse_tensor(files, tensor, list(shape), "the shape [experts, out, in]")
+    _check_count(files, tensor, shape[0], expert)
+
+    def pieces(elements: int, _staging: Staging) -> Pieces:
+        return files.in_stack(tensor, expert, elements)
+
+    place = Place(expert, shape[0], files.nbytes(tensor) // shape[0])
+    return Found(files.stacked_format(tensor), (shape[1], shape[2]), (tensor,), pieces, place=place)
+
+
+def _check_count(files: Checkpoint, tensor: str, count: int, expert: int) -> None:
+    if expert >= count:
+        refuse_tensor(files, tensor, f"of {count} experts", f"more than {expert}, as the config says")
+
+
+def _pieces(
+    files: SafetensorsFolder, tensor: str, offset: int, shape: tuple[int, int], elements: int, staging: Staging
+) -> Pieces:
+    rows, columns = shape
+    step = max(elements // columns, 1)
+    for first in range(0, rows, step):
+        stop = min(first + step, rows)
+        block = files.rows(tensor, offset + first, offset + stop, staging, in_stack=True)
+        yield first, Stored.from_dense(block)

@@ -1,0 +1,1 @@
+"""Families whose feeds are mixtures of experts, one file each, and what their configurations share (reading.py)."""

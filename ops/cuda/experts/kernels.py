@@ -1,0 +1,64 @@
+"""`EXPERTS`: the declarations of the kernels that compute experts on CUDA, the preferred ones first.
+
+Imports no compiler; the kernels run in running.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from headrace.ops.cuda.products.kernels import lacks_bfloat16, up_to
+from headrace.ops.cuda.tuning.table import ANY
+
+if TYPE_CHECKING:
+    from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.experts.registry import ExpertKernel, ExpertRun, ExpertShape
+    from headrace.ops.cuda.products.registry import ProductRoom
+
+__all__ = ["EXPERTS", "TileExperts", "VectorExperts"]
+
+_VECTOR_ROWS = 4
+"""Most tokens of vector.py, whatever a tuning says: one program chooses for all."""
+
+
+class VectorExperts:
+    """Experts of few tokens without tensor cores (vector.py, coded_vector.py): each token reads its own."""
+
+    name = "vector"
+
+    def refuses(self, arch: Arch, shape: ExpertShape) -> str | None:
+        """Return what the kernel misses: bfloat16."""
+        return lacks_bfloat16(shape.dtype)
+
+    def rows(self, arch: Arch, shape: ExpertShape) -> range:
+        """Return the tokens of which hardly two choose the same expert."""
+        return up_to(_VECTOR_ROWS, arch.tuning.expert_vector_rows)
+
+    def open(self, room: ProductRoom) -> ExpertRun:
+        """Return the Triton kernels."""
+        from headrace.ops.cuda.experts.running import VectorExpertsRun
+
+        return VectorExpertsRun(room)
+
+
+class TileExperts:
+    """Experts of any number of tokens by tensor cores (tiles.py, coded_tiles.py): those of a tile read one together."""
+
+    name = "tiles"
+
+    def refuses(self, arch: Arch, shape: ExpertShape) -> str | None:
+        """Return what the kernel misses: bfloat16."""
+        return lacks_bfloat16(shape.dtype)
+
+    def rows(self, arch: Arch, shape: ExpertShape) -> range:
+        """Return any number of tokens: what no other kernel takes is left to this one."""
+        return ANY
+
+    def open(self, room: ProductRoom) -> ExpertRun:
+        """Return the Triton kernels."""
+        from headrace.ops.cuda.experts.running import TileExpertsRun
+
+        return TileExpertsRun(room)
+
+
+EXPERTS: Final[tuple[ExpertKernel, ...]] = (VectorExperts(), TileExperts())

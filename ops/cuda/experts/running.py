@@ -1,0 +1,109 @@
+"""The kernels of experts on one stream: each enqueues its launches in order, and declares them to the check of hazards.
+
+Imports the compiler; kernels.py declares what runs here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from headrace.ops.cuda.experts.choose import allocate_choices, allocate_lists, choose
+from headrace.ops.cuda.experts.coded_tiles import MOST_ROWS, coded_tile_products
+from headrace.ops.cuda.experts.coded_vector import coded_vector_down, coded_vector_up
+from headrace.ops.cuda.experts.combine import combine
+from headrace.ops.cuda.experts.logits import router_logits
+from headrace.ops.cuda.experts.registry import launches
+from headrace.ops.cuda.experts.tiles import tile_products, tile_rows, tiling
+from headrace.ops.cuda.experts.vector import vector_down, vector_up
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.ops.cuda.experts.arena import Arena
+    from headrace.ops.cuda.experts.choose import Choices, Lists
+    from headrace.ops.cuda.experts.registry import ExpertWeights, Padding
+    from headrace.ops.cuda.products.registry import ProductRoom
+    from headrace.ops.routing import ExpertActivation
+
+__all__ = ["TileExpertsRun", "VectorExpertsRun"]
+
+_EXACT_ROWS: Final = 64
+"""Most tokens whose results stay in float32 until they are added: with more, their memory traffic takes too long."""
+
+
+class _Run:
+    """What both kernels begin with."""
+
+    def __init__(self, room: ProductRoom) -> None:
+        self._room, self._pdl = room, room.pdl
+        self._router, self._rest = launches(pdl=room.pdl)
+
+    def _logits(self, x_NE: Tensor, weights: ExpertWeights) -> Tensor:
+        logits_NX = torch.empty(len(x_NE), weights.routing.experts, dtype=torch.float32, device=x_NE.device)
+        self._room.chain.note(self._router)
+        router_logits(x_NE, weights.router_XE, weights.router_bias_X, logits_NX, pdl=self._pdl)
+        return logits_NX
+
+
+class VectorExpertsRun(_Run):
+    """Experts of few tokens, each of which reads its own."""
+
+    def run(self, x_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None) -> None:
+        """Enqueue logits, choices, gates and ups, and the sums of downs."""
+        pdl, routing, (up, down) = self._pdl, weights.routing, (weights.gate_up, weights.down)
+        logits_NX = self._logits(x_NE, weights)
+        chosen = allocate_choices(len(x_NE), routing, x_NE.device)
+        self._room.chain.note(self._rest)
+        choose(logits_NX, routing, weights.correction_X, chosen, padding=padding, pdl=pdl)
+        act_PF = torch.empty(chosen.ids_NK.numel(), down.shape[1], dtype=x_NE.dtype, device=x_NE.device)
+        multiply = vector_up if up.kind is None else coded_vector_up
+        multiply(x_NE, up, weights.gate_up_bias_XL, chosen, act_PF, weights.activation, pdl=pdl)
+        add = vector_down if down.kind is None else coded_vector_down
+        add(act_PF, down, weights.down_bias_XE, chosen, out_NE, pdl=pdl)
+
+
+class TileExpertsRun(_Run):
+    """Experts of any number of tokens, which are brought together in tiles."""
+
+    def __init__(self, room: ProductRoom) -> None:
+        """Allocate what launches leave for each other."""
+        super().__init__(room)
+        self._finished = torch.zeros(2, dtype=torch.int32, device=room.scratch.counters.device)
+
+    def run(self, x_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None) -> None:
+        """Enqueue logits, choices with their lists, gates and ups, downs, and the sums."""
+        pdl, routing, device = self._pdl, weights.routing, x_NE.device
+        logits_NX = self._logits(x_NE, weights)
+        chosen = allocate_choices(len(x_NE), routing, device)
+        pairs = chosen.ids_NK.numel()
+        rows = tile_rows(pairs, routing.experts, self._room.scratch.arch.tuning)
+        if weights.gate_up.kind is not None or weights.down.kind is not None:
+            rows = min(rows, MOST_ROWS)
+        lists = allocate_lists(len(x_NE), routing, rows, self._finished)
+        self._room.chain.note(self._rest)
+        choose(logits_NX, routing, weights.correction_X, chosen, lists, padding=padding, pdl=pdl)
+        act_PF = torch.empty(pairs, weights.down.shape[1], dtype=x_NE.dtype, device=device)
+        biases = weights.gate_up_bias_XL, weights.down_bias_XE
+        self._multiply(x_NE, weights.gate_up, biases[0], chosen, lists, act_PF, weights.activation)
+        dtype = torch.float32 if len(x_NE) <= _EXACT_ROWS else x_NE.dtype
+        results_PE = torch.empty(pairs, out_NE.shape[1], dtype=dtype, device=device)
+        self._multiply(act_PF, weights.down, biases[1], chosen, lists, results_PE)
+        combine(results_PE, chosen, out_NE, pdl=pdl)
+
+    def _multiply(
+        self,
+        x: Tensor,
+        weight: Arena,
+        bias_XL: Tensor | None,
+        chosen: Choices,
+        lists: Lists,
+        out_PO: Tensor,
+        activation: ExpertActivation | None = None,
+    ) -> None:
+        if weight.kind is not None:
+            coded_tile_products(x, weight, bias_XL, chosen, lists, out_PO, activation=activation, pdl=self._pdl)
+            return
+        how = tiling(lists.rows, self._room.scratch.arch)
+        tile_products(x, weight, bias_XL, chosen, lists, out_PO, how, activation=activation, pdl=self._pdl)

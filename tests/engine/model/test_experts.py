@@ -1,0 +1,465 @@
+"""Checkpoints with experts: how they are read in every format, what is refused by name, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import anyio
+import gguf
+import numpy as np
+import peft
+import pytest
+import torch
+from expert_models import CONFIG, expert_folder, expert_model
+from gguf import GGMLQuantizationType as Kind
+from gguf_models import encoded
+from model_driver import ENGINE_OPS, OPERATIONS, ModelUnderTest, capacity
+from quantised_checkpoints import CASES
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headrace.adapters.errors import AdapterRejected
+from headrace.adapters.files import read_adapter
+from headrace.engine import Engine, EngineConfig, InvalidParams, ModelRejected, SamplingParams
+from headrace.engine.inspection.inspect import inspect_model
+from headrace.engine.life.build import open_engine
+from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.weights import describe_weights, load_weights, open_weights
+from headrace.engine.model.cpu.adapters import CpuBank
+from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.experts import ROUTER, gate_up_of, is_of_expert
+from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.quantising.run import quantise_folder
+from headrace.engine.model.shared.adapter_device import adapter_shape
+from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.native.library import Context
+from headrace.ops.experts import Experts
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+STACK = "model.layers.0.block_sparse_moe.input_linear.weight"
+Tensors = dict[str, Tensor]
+
+
+def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def no_memory(_shape: Sequence[int], _dtype: torch.dtype) -> NoReturn:
+    pytest.fail("a weight got memory")
+
+
+def refused(folder: Path) -> ModelRejected:
+    with pytest.raises(ModelRejected) as caught:
+        load_weights(folder, from_hf(read_hf_config(folder)), dtype=torch.bfloat16, device="cpu", empty=no_memory)
+    assert len(str(caught.value)) < 400
+    return caught.value
+
+
+def rename_to_stack(tensors: Tensors) -> None:
+    """Stack the first layer's gates and ups, and leave each expert's, too."""
+    prefix = "model.layers.0.mlp.experts"
+    each = [[tensors[f"{prefix}.{expert}.{kind}_proj.weight"] for expert in range(8)] for kind in ("gate", "up")]
+    tensors[f"{prefix}.gate_up_proj"] = torch.cat([torch.stack(matrices) for matrices in each], 1)
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Tensors], object], str, str]] = {
+    "an expert is missing": ("Qwen3Moe", lambda t: t.pop(EXPERT), EXPERT, "missing.*the config has 8 experts"),
+    "an expert too many": (
+        "Qwen3Moe",
+        lambda t: t.update({EXPERT.replace("3.up", "8.up"): t[EXPERT].clone()}),
+        "model.layers.1.mlp.experts.8.up_proj.weight",
+        "left over.*the config has 8 experts",
+    ),
+    "an expert of another shape": ("Qwen3Moe", lambda t: t.update({EXPERT: t[EXPERT][1:]}), EXPERT, r"\[32, 64\]"),
+    "a router of another size": (
+        "Qwen3Moe",
+        lambda t: t.update({"model.layers.0.mlp.gate.weight": torch.ones(9, 64)}),
+        "model.layers.0.mlp.gate.weight",
+        r"\[8, 64\]",
+    ),
+    "both a stack and each": (
+        "Qwen3Moe",
+        rename_to_stack,
+        "model.layers.0.mlp.experts.0.gate_proj.weight",
+        "each expert's own tensors or model.layers.0.mlp.experts.gate_up_proj, not both",
+    ),
+    "a stack of fewer": ("GraniteMoe", lambda t: t.update({STACK: t[STACK][:5]}), STACK, "of 5 experts"),
+    "a stack of more": (
+        "GraniteMoe",
+        lambda t: t.update({STACK: torch.cat([t[STACK]] * 2)}),
+        STACK,
+        "of 16 experts; wanted: 8, as the config says",
+    ),
+    "a stack of another width": ("GraniteMoe", lambda t: t.update({STACK: t[STACK][..., 1:]}), "", r"\[48, 64\]"),
+    "a stack that is a matrix": ("GraniteMoe", lambda t: t.update({STACK: t[STACK][0]}), STACK, "2 \\* width"),
+    "a stack of bytes": ("GraniteMoe", lambda t: t.update({STACK: t[STACK].to(torch.uint8)}), "", "dtype of .*U8"),
+    "no shared expert": (
+        "Qwen2Moe",
+        lambda t: t.pop("model.layers.0.mlp.shared_expert_gate.weight"),
+        "model.layers.0.mlp.shared_expert_gate.weight",
+        "missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_before_it_has_memory(case: str, tmp_path: Path) -> None:
+    family, change, field, told = DAMAGE[case]
+    expert_folder(tmp_path, family)
+    change_tensors(tmp_path, change)
+    error = refused(tmp_path)
+    assert field in (error.field or "")
+    with pytest.raises(ModelRejected, match=told):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "field", "told"),
+    [
+        ("Qwen3Moe", {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to 8"),
+        ("Qwen3Moe", {"num_experts_per_tok": 0}, "num_experts_per_tok", "from 1 to 8"),
+        ("Qwen3Moe", {"num_experts": 4}, "num_local_experts", "4, as num_experts says"),
+        ("Qwen3Moe", {"num_local_experts": 1 << 30}, "num_local_experts", "from 1 to 32768"),
+        ("Qwen3Moe", {"num_local_experts": -8}, "num_local_experts", "from 1 to"),
+        ("Qwen3Moe", {"num_local_experts": "8"}, "num_local_experts", "from 1 to"),
+        ("Qwen3Moe", {"moe_intermediate_size": 1 << 40}, "moe_intermediate_size", "from 1 to"),
+        ("Qwen3Moe", {"mlp_only_layers": [2]}, "mlp_only_layers", "from 0 to 1"),
+        ("Qwen3Moe", {"mlp_only_layers": "0"}, "mlp_only_layers", "a list"),
+        ("Qwen3Moe", {"decoder_sparse_step": 0}, "decoder_sparse_step", "from 1"),
+        ("Qwen3Moe", {"hidden_act": "relu"}, "hidden_act", "silu"),
+        ("Mixtral", {"hidden_act": "gelu"}, "hidden_act", "silu"),
+        ("Mixtral", {"n_routed_experts": 8}, "n_routed_experts", "computed without it"),
+        ("GraniteMoe", {"num_local_experts": None, "num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to 8"),
+    ],
+)
+def test_a_config_that_asks_for_the_impossible_is_refused(
+    family: str, changes: dict[str, Any], field: str, told: str, tmp_path: Path
+) -> None:
+    expert_folder(tmp_path, family)
+    change_config(tmp_path, **changes)
+    with pytest.raises(ModelRejected, match=told) as caught:
+        from_hf(read_hf_config(tmp_path))
+    assert caught.value.field == field
+
+
+QUANTISED = {
+    "fp8 blocks": {"modules_to_not_convert": ["lm_head", "mlp.gate", "shared_expert_gate"]},
+    "compressed fp8 channels": {"ignore": ["lm_head", r"re:.*mlp\.gate$", r"re:.*shared_expert_gate$"]},
+    "compressed int8 with zeros": {"ignore": ["lm_head", r"re:.*mlp\.gate$", r"re:.*shared_expert_gate$"]},
+    "compressed int4 groups": {"ignore": ["lm_head", r"re:.*mlp\.gate$", r"re:.*shared_expert_gate$"]},
+    "gptq v2 in an order": {},
+    "awq": {"modules_to_not_convert": ["lm_head", "mlp.gate", "shared_expert_gate"]},
+}
+WIDE = {
+    "hidden_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "intermediate_size": 64
+}  # fmt: skip
+
+
+def quantised_folder(folder: Path, name: str) -> dict[str, Tensor]:
+    """Write a model whose linear layers, but routers and the head, are stored as a tool does; return the plain ones."""
+    expert_folder(folder, "Qwen2Moe", **WIDE)
+    case, drawn, plain = CASES[name], np.random.default_rng(7), dict[str, Tensor]()
+
+    def quantise(tensors: Tensors) -> None:
+        for tensor in [each for each in tensors if each.endswith("_proj.weight")]:
+            module, shape = tensor.removesuffix(".weight"), tensors.pop(tensor).shape
+            parts, values = case.writer(module)(drawn, *shape)
+            tensors.update({f"{module}.{part}": each for part, each in parts.items()})
+            plain[tensor] = torch.from_numpy(values)
+
+    change_tensors(folder, quantise)
+    change_config(folder, quantization_config={**case.config, **QUANTISED[name]})
+    return plain
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_experts_are_read_as_any_matrix(name: str, tmp_path: Path) -> None:
+    plain = quantised_folder(tmp_path, name)
+    spec = from_hf(read_hf_config(tmp_path))
+    for keep_packed in (True, False):
+        weights = load_weights(tmp_path, spec, dtype=torch.float32, device="cpu", keep_packed=keep_packed)
+        for layer in range(2):
+            feed = weights.layers[layer].feed
+            assert feed.vectors[ROUTER].dtype == torch.float32
+            for expert in range(8):
+                prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+                wanted = torch.cat([plain[f"{prefix}.{kind}_proj.weight"] for kind in ("gate", "up")])
+                stored = feed.matrices[gate_up_of(expert)]
+                assert (stored.format.name != "float32") == keep_packed
+                assert torch.equal(stored.dense(torch.float32), wanted)
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_experts_are_quantised_while_loading_and_routers_never(method: Any, tmp_path: Path) -> None:
+    expert_folder(tmp_path, "Qwen2Moe", **WIDE)
+    spec = from_hf(read_hf_config(tmp_path))
+    weights = load_weights(tmp_path, spec, dtype=torch.bfloat16, device="cpu", quantize=method)
+    tensors = load_file(tmp_path / "model.safetensors")
+    feed = weights.layers[1].feed
+    assert all("bfloat16" not in matrix.format.name for matrix in feed.matrices.values())
+    assert sum(map(is_of_expert, feed.matrices)) == 16 and len(feed.matrices) == 18
+    assert torch.equal(feed.vectors[ROUTER], tensors["model.layers.1.mlp.gate.weight"])
+    assert torch.equal(feed.vectors["shared_switch_1E"], tensors["model.layers.1.mlp.shared_expert_gate.weight"])
+
+
+@pytest.mark.parametrize("native", OPERATIONS)
+def test_quantised_experts_compute_what_their_numbers_stand_for(native: bool, tmp_path: Path) -> None:
+    plain = quantised_folder(tmp_path, "compressed int8 with zeros")
+    model = expert_model("Qwen2Moe", **WIDE)
+    model.save_pretrained(tmp_path / "plain")
+    change_tensors(tmp_path / "plain", lambda tensors: tensors.update(plain))
+    ids = list(range(20))
+    _, wanted = ModelUnderTest.load(tmp_path / "plain")
+    spec = from_hf(read_hf_config(tmp_path))
+    weights = load_weights(tmp_path, spec, dtype=torch.float32, device="cpu", keep_packed=True)
+    tested = ModelUnderTest.make(spec, weights, torch.float32, capacity(96), native=native)
+    (found,), (expected,) = tested.logits([ids], 128), wanted.logits([ids], 128)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_layer_is_packed_before_the_next_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's many experts are in memory once, but for those of one layer."""
+    expert_folder(tmp_path, num_hidden_layers=4)
+    spec, read = from_hf(read_hf_config(tmp_path)), list[weakref.ref[Tensor]]()
+    pack_experts, alive = ENGINE_OPS.pack_experts, list[int]()
+
+    def counted(self: CpuOps, experts: Experts) -> Any:
+        alive.append(sum(tensor() is not None for tensor in read))
+        read.extend(weakref.ref(weight.parts["values"]) for weight in (*experts.gate_up, *experts.down))
+        return pack_experts(self, experts)
+
+    monkeypatch.setattr(ENGINE_OPS, "pack_experts", counted)
+    context = None if ENGINE_OPS is CpuOps else Context(1)
+    ops = cpu_ops(spec, page_size=4, max_positions=64, dtype=torch.float32, context=context)
+    with open_weights(tmp_path, spec, dtype=torch.float32) as weights:
+        Decoder(spec, weights, ops)
+    assert alive == [0] * 4 and len(read) == 4 * 16
+
+
+def test_what_an_engine_and_inspect_tell_of_experts(tmp_path: Path) -> None:
+    expert_folder(tmp_path, "Qwen2Moe")
+    facts = inspect_model(EngineConfig(model=tmp_path))
+    assert facts.runs and facts.shape is not None
+    assert (facts.shape.experts, facts.shape.experts_per_token) == (8, 3)
+    experts = 2 * 8 * 3 * 32 * 64 * 4
+    assert {part.part: part.nbytes for part in facts.stored}["experts"] == experts
+    assert facts.stored_bytes - facts.active_bytes == experts * 5 // 8
+    made = open_engine(EngineConfig(model=tmp_path, device="cpu", dtype="float32", kv_memory="1MiB"))
+    made.runner.close()
+    assert (made.info.experts, made.info.experts_per_token) == (8, 3)
+    assert {part.part: part.nbytes for part in made.info.weights}["experts"] == experts
+    assert made.info.weight_bytes - made.info.active_weight_bytes == experts * 5 // 8
+    assert facts.devices[0].weights == open_cpu_weights(tmp_path)
+
+
+def open_cpu_weights(folder: Path) -> Any:
+    made = open_engine(EngineConfig(model=folder, device="cpu"))
+    made.runner.close()
+    return made.info.weights
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("native", OPERATIONS)
+def test_an_adapter_of_attention_gives_what_peft_gives(native: bool, tmp_path: Path) -> None:
+    base = expert_model("Qwen2Moe")
+    base.save_pretrained(tmp_path / "base")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head", "embed_tokens"]
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=6, target_modules=targets))
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.15)
+    model.eval().save_pretrained(tmp_path / "adapter")
+    spec, tested = ModelUnderTest.load(tmp_path / "base", native=native)
+    tested.bank = CpuBank(2, 8, torch.float32)
+    tested.bank.put(0, 0, read_adapter(tmp_path / "adapter", adapter_shape(spec), torch.float32, max_rank=8))
+    ids = list(range(30))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([ids])).logits[0]
+    plain, worn = tested.logits([ids, ids], 128, slots=[-1, 0])
+    torch.testing.assert_close(worn, wanted, rtol=0, atol=1e-4)
+    assert (plain - worn).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "module", ["mlp.experts.3.gate_proj", "mlp.gate", "mlp.shared_expert.up_proj", "mlp.gate_proj"]
+)
+def test_an_adapter_of_an_expert_is_refused_by_the_name_of_its_tensor(module: str, tmp_path: Path) -> None:
+    spec = from_hf({**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mlp_only_layers": [0]})
+    name = f"base_model.model.model.layers.0.{module}"
+    tensors = {f"{name}.lora_A.weight": torch.ones(4, 64), f"{name}.lora_B.weight": torch.ones(48, 4)}
+    tmp_path.joinpath("adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(AdapterRejected, match="experts, routers and feeds beside them take no updates") as caught:
+        read_adapter(tmp_path, adapter_shape(spec), torch.float32, max_rank=8, take=no_pieces)
+    assert module in str(caught.value)
+
+
+def no_pieces(*_given: Any) -> NoReturn:
+    pytest.fail("weights were read")
+
+
+def test_an_engine_embeds_and_scores(tmp_path: Path) -> None:
+    model = expert_model("Mixtral")
+    expert_folder(tmp_path, "Mixtral")
+    query, document = list(range(12)), list(range(40, 49))
+
+    def vector(ids: list[int]) -> Tensor:
+        with torch.inference_mode():
+            hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1]
+        return torch.nn.functional.normalize(hidden, dim=0)
+
+    async def run() -> tuple[Any, float, list[float]]:
+        async with Engine(tmp_path, dtype="float32", kv_memory="1MiB") as engine:
+            embedded = (await engine.embed([query])).vectors[0]
+            score = float((await engine.score(query, [document])).scores[0])
+            params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+            told = (await engine.generate(query, params)).prompt_logprobs
+            assert told is not None
+            return embedded, score, [each.logprob for each in told if each is not None]
+
+    embedded, score, logprobs = anyio.run(run)
+    torch.testing.assert_close(torch.from_numpy(embedded), vector(query), rtol=0, atol=1e-4)
+    assert score == pytest.approx(float(vector(query) @ vector(document)), abs=1e-4)
+    with torch.inference_mode():
+        wanted = torch.log_softmax(model(torch.tensor([query])).logits[0], -1)[range(11), query[1:]]
+    assert logprobs == pytest.approx(wanted.tolist(), abs=1e-3)
+
+
+def test_quantising_a_folder_keeps_routers_and_is_read_back(tmp_path: Path) -> None:
+    expert_folder(tmp_path / "plain", "Qwen2Moe", **WIDE)
+    quantise_folder(tmp_path / "plain", tmp_path / "small", "int8", watcher=Quiet())
+    spec = from_hf(read_hf_config(tmp_path / "small"))
+    described = describe_weights(tmp_path / "small", spec, dtype=torch.bfloat16, keep_packed=True)
+    formats = {matrix.format.name for matrix in described.layers[1].feed.matrices.values()}
+    assert formats == {"int8"}
+    kept = load_file(tmp_path / "small" / "model.safetensors")["model.layers.0.mlp.gate.weight"]
+    assert torch.equal(kept, load_file(tmp_path / "plain" / "model.safetensors")["model.layers.0.mlp.gate.weight"])
+
+
+class Quiet:
+    def advance(self, doing: str, done: int, total: int) -> None: ...
+
+    def note(self, line: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("family", "ids_ST", "told"),
+    [("GraniteMoe", None, "each expert's own tensors"), ("Qwen3Moe", torch.ones(8, 64).long(), "leave the data out")],
+)
+def test_what_quantising_a_folder_does_not_do_is_refused(
+    family: str, ids_ST: Tensor | None, told: str, tmp_path: Path
+) -> None:
+    expert_folder(tmp_path / "plain", family)
+    with pytest.raises(InvalidParams, match=told):
+        quantise_folder(tmp_path / "plain", tmp_path / "small", "int8", watcher=Quiet(), ids_ST=ids_ST)
+    assert not (tmp_path / "small").exists()
+
+
+ROLES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
+}  # fmt: skip
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_tensors(tensors: Tensors) -> Tensors:
+    """The tensors of a Qwen3-MoE checkpoint as a GGUF file names and stacks them."""
+    found = {f"{name}.weight": tensors[f"{hf}.weight"] for hf, name in TOP.items()}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}."
+        found |= {f"blk.{layer}.{name}.weight": tensors[f"{prefix}{hf}.weight"] for hf, name in ROLES.items()}
+        for kind in ("gate", "up", "down"):
+            each = [tensors[f"{prefix}mlp.experts.{expert}.{kind}_proj.weight"] for expert in range(8)]
+            found[f"blk.{layer}.ffn_{kind}_exps.weight"] = torch.stack(each)
+    return found
+
+
+def write_gguf(path: Path, tensors: Tensors, kind: Kind, count: int = 8) -> Tensors:
+    """Write a file whose matrices but routers are of `kind`; return what the gguf package reads from it."""
+    drawn, found = np.random.default_rng(3), dict[str, Tensor]()
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer.add_block_count(2)
+    writer.add_context_length(256)
+    writer.add_embedding_length(256)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(3)
+    writer.add_expert_feed_forward_length(256)
+    for name, tensor in tensors.items():
+        raw_kind = kind if tensor.ndim > 1 and "gate_inp" not in name else Kind.F32
+        matrix = tensor.float().numpy().reshape(-1, tensor.shape[-1])
+        raw = encoded(matrix, raw_kind, drawn)
+        found[name] = torch.from_numpy(gguf.quants.dequantize(raw, raw_kind)).reshape(tensor.shape)
+        writer.add_tensor(name, raw.reshape(*tensor.shape[:-1], -1), raw_dtype=raw_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return found
+
+
+GGUF_SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.Q8_0, Kind.Q4_K, Kind.Q6_K], ids=lambda kind: kind.name)
+def test_a_gguf_file_with_experts(kind: Kind, tmp_path: Path) -> None:
+    model = expert_model("Qwen3Moe", **GGUF_SIZES)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half().float()
+    tensors = gguf_tensors(saved(model, tmp_path))
+    numbers = write_gguf(tmp_path / "tiny.gguf", tensors, kind)
+    with GgufFile(tmp_path / "tiny.gguf") as file:
+        spec = file.spec()
+        weights = load_weights(file, spec, dtype=torch.float32, device="cpu", keep_packed=True)
+    for layer in range(2):
+        for expert in range(8):
+            matrices = weights.layers[layer].feed.matrices
+            rows = [numbers[f"blk.{layer}.ffn_{each}_exps.weight"][expert] for each in ("gate", "up")]
+            assert torch.equal(matrices[gate_up_of(expert)].dense(torch.float32), torch.cat(rows))
+            assert (matrices[gate_up_of(expert)].format.name == "float32") == (kind is Kind.F16)
+    if kind is Kind.F16:
+        tested = ModelUnderTest.open_gguf(tmp_path / "tiny.gguf", torch.float32, keep_packed=False)
+        with torch.inference_mode():
+            wanted = model(torch.tensor([list(range(20))])).logits[0]
+        (found,) = tested.logits([list(range(20))], 128)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+
+
+def saved(model: Any, folder: Path) -> Tensors:
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("count", "change", "told"),
+    [
+        (4, lambda t: None, r"ffn_gate_inp.weight is \[8, 256\]; wanted: the shape \[4, 256\]"),
+        (9, lambda t: None, "of 8 experts; wanted: more than 8"),
+        (8, lambda t: t.pop("blk.1.ffn_up_exps.weight"), "blk.1.ffn_up_exps.0.weight is missing"),
+        (8, lambda t: t.update({"blk.1.ffn_up_exps.weight": torch.ones(8, 256)}), r"\[experts, out, in\]"),
+    ],
+)
+def test_a_gguf_file_whose_experts_disagree_is_refused(count: int, change: Any, told: str, tmp_path: Path) -> None:
+    tensors = gguf_tensors(saved(expert_model("Qwen3Moe", **GGUF_SIZES), tmp_path))
+    change(tensors)
+    write_gguf(tmp_path / "tiny.gguf", tensors, Kind.Q8_0, count)
+    with GgufFile(tmp_path / "tiny.gguf") as file, pytest.raises(ModelRejected, match=told):
+        load_weights(file, file.spec(), dtype=torch.float32, device="cpu", empty=no_memory)

@@ -1,0 +1,147 @@
+"""Experts on CUDA against `route` and loops in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulated_experts import mixed
+from stored_codes import FORMATS, label, random_weight, whole
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from typing import Any
+
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.codes.packing import in_codes
+from headrace.ops.cuda.experts.packed import CudaExperts, ExpertProducts
+from headrace.ops.cuda.experts.registry import Padding
+from headrace.ops.cuda.hazards import Chain
+from headrace.ops.cuda.products.linear import LinearScratch
+from headrace.ops.cuda.products.registry import ProductRoom
+from headrace.ops.experts import Experts, route
+from headrace.ops.formats import Stored
+from headrace.ops.routing import Routing
+
+GPU = torch.device("cuda")
+ROWS = (1, 2, 4, 7, 16, 17, 63, 64, 65, 256, 600)
+SIZES = {
+    "odd": (Routing(6, 3, renormalise=True), 72, 40),
+    "qwen3-30b-a3b": (Routing(128, 8, renormalise=True), 2048, 768),
+    "mixtral, a quarter": (Routing(8, 2, "softmax_of_chosen"), 4096, 3584),
+    "granite-3.1-1b-a400m": (Routing(32, 8, "softmax_of_chosen"), 1024, 512),
+    "groups": (Routing(64, 6, "sigmoid", True, 2.5, 8, 4, "top2"), 512, 320),
+}
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+def products(*, pdl: bool | None = None) -> ExpertProducts:
+    arch = Arch.of(GPU)
+    overlaps = arch.has("dependent_launch") if pdl is None else pdl
+    return ExpertProducts(arch, ProductRoom(LinearScratch(GPU, arch, floats=1), 1e-6, overlaps, Chain()))
+
+
+def dense(count: int, outs: int, ins: int) -> tuple[Stored, ...]:
+    weights = torch.randn(count, outs, ins, device=GPU).mul_(ins**-0.5).bfloat16()
+    return tuple(Stored.from_dense(each) for each in weights)
+
+
+def layer(routing: Routing, hidden: int, size: int, activation: Any = "silu") -> Experts:
+    count = routing.experts
+    is_biased, correction = activation != "silu", torch.randn(count, device=GPU) / 10
+    return Experts(
+        routing, torch.randn(count, hidden, device=GPU) * hidden**-0.5, dense(count, 2 * size, hidden),
+        dense(count, hidden, size), activation,
+        router_bias_X=torch.randn(count, device=GPU) if is_biased else None,
+        correction_X=correction if routing.score == "sigmoid" else None,
+        gate_up_bias_XF=torch.randn(count, 2 * size, device=GPU) if is_biased else None,
+        down_bias_XE=torch.randn(count, hidden, device=GPU) if is_biased else None,
+    )  # fmt: skip
+
+
+def check(packed: CudaExperts, x: torch.Tensor, most: float = 2**-7) -> None:
+    """A token's largest error is small, beside its largest number; tokens whose choice is close are left out."""
+    weights = packed.weights
+    logits = x.double() @ weights.router_XE.double().T
+    if weights.router_bias_X is not None:
+        logits += weights.router_bias_X
+    ids, shares = route(logits.float(), weights.routing, weights.correction_X)
+    clear = torch.ones(len(x), dtype=torch.bool, device=GPU)
+    for noise in (1e-5, -1e-5):
+        shaken = logits * (1 + noise * torch.randn_like(logits))
+        clear &= (route(shaken.float(), weights.routing, weights.correction_X).ids_NK == ids).all(1)
+    assert clear.sum() >= 0.9 * len(x)
+    truth, out = mixed(x.double(), ids, shares.double(), weights), packed(x)
+    worst = ((out - truth).abs().amax(1) / truth.abs().amax(1))[clear].max()
+    assert worst < most, (len(x), worst)
+    assert torch.equal(packed(x), out), "a second run differs"
+
+
+@pytest.mark.parametrize("name", list(SIZES))
+def test_experts_are_right_and_repeat_themselves(name: str) -> None:
+    routing, hidden, size = SIZES[name]
+    packed = products().pack(layer(routing, hidden, size), torch.bfloat16)
+    for rows in ROWS:
+        check(packed, torch.randn(rows, hidden, device=GPU).bfloat16())
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu"])
+def test_activations_with_biases(activation: str) -> None:
+    packed = products().pack(layer(Routing(8, 2), 256, 192, activation), torch.bfloat16)
+    for rows in (1, 7, 65):
+        check(packed, torch.randn(rows, 256, device=GPU).bfloat16())
+
+
+def test_a_token_alone_and_with_others_and_without_overlaps() -> None:
+    routing, hidden, size = SIZES["qwen3-30b-a3b"]
+    experts = layer(routing, hidden, size)
+    packed, alone = (products(pdl=pdl).pack(experts, torch.bfloat16) for pdl in (None, False))
+    x = torch.randn(256, hidden, device=GPU).bfloat16()
+    for few, rows in ((1, 4), (5, 64), (16, 64), (65, 256)):
+        assert torch.equal(packed(x[:few]), packed(x[:rows])[:few]), f"{few} rows alone and among {rows}"
+        assert torch.equal(packed(x[:rows]), alone(x[:rows])), f"{rows} rows with dependent launches and without"
+
+
+@pytest.mark.parametrize("rows", [3, 16, 64, 300])
+def test_skewed_choices_and_padding(rows: int) -> None:
+    made = products()
+    experts = layer(Routing(128, 8), 256, 128)
+    experts.router_XE.zero_()  # all choose the first eight
+    packed, x = made.pack(experts, torch.bfloat16), torch.randn(rows, 256, device=GPU).bfloat16()
+    check(packed, x)
+    numbers = torch.arange(rows, device=GPU, dtype=torch.int32)
+    with made.padded(Padding(torch.where(numbers % 3 == 1, 99, numbers), 99)):
+        out = packed(x)
+    real = numbers % 3 != 1
+    assert torch.equal(out[real], packed(x)[real]) and not out[~real].any()
+
+
+def test_a_graph_replays_for_other_choices() -> None:
+    packed = products().pack(layer(Routing(32, 4), 256, 128), torch.bfloat16)
+    x = torch.randn(24, 256, device=GPU).bfloat16()
+    packed(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = packed(x)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, packed(x))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=label)
+def test_experts_in_codes(format: Any) -> None:
+    count, size = 5, whole(format, 384 if whole(format, 384) == 384 else 512)
+    ups, downs = (
+        tuple(in_codes(random_weight(format, *shape, seed=seed).to(GPU), torch.bfloat16) for seed in range(count))
+        for shape in ((2 * size, size), (size, size))
+    )
+    experts = Experts(Routing(count, 2), torch.randn(count, size, device=GPU) * size**-0.5, ups, downs)
+    packed = products().pack(experts, torch.bfloat16)
+    assert (packed.weights.gate_up.kind is None) == ("ordered" in label(format))
+    for rows in (1, 4, 7, 64, 200):
+        check(packed, torch.randn(rows, size, device=GPU).bfloat16(), 2**-6)

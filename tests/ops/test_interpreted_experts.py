@@ -1,0 +1,192 @@
+"""Triton's kernels for experts, run by its interpreter on a CPU, against `route` and loops in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commit import chosen, head
+from stored_codes import FORMATS, label
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+import sys
+
+import torch
+from emulated_experts import mixed
+from interpreted_bfloat16 import teach
+from stored_codes import FORMATS, label, random_weight, whole
+
+from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.codes.packing import in_codes
+from headrace.ops.cuda.experts.arena import arena_of, kind_of_experts
+from headrace.ops.cuda.experts.choose import allocate_choices, allocate_lists, choose, most_tiles
+from headrace.ops.cuda.experts.logits import router_logits
+from headrace.ops.cuda.experts.registry import ExpertWeights, Padding
+from headrace.ops.cuda.experts.running import TileExpertsRun, VectorExpertsRun
+from headrace.ops.cuda.hazards import Chain
+from headrace.ops.cuda.products.linear import LinearScratch
+from headrace.ops.cuda.products.registry import ProductRoom
+from headrace.ops.experts import route
+from headrace.ops.formats import Stored
+from headrace.ops.routing import Routing
+
+teach()
+torch.manual_seed(0)
+ROUTINGS = (
+    Routing(10, 3, "softmax", renormalise=True),
+    Routing(8, 2, "softmax_of_chosen"),
+    Routing(12, 3, "sigmoid", renormalise=True, scale=2.5, groups=4, top_groups=2, group_score="top2"),
+    Routing(20, 4, "softmax", groups=5, top_groups=3),
+)
+ROOM = ProductRoom(LinearScratch("cpu", Arch.named("sm_80")), 1e-6, False, Chain())
+RUNS = {True: VectorExpertsRun(ROOM), False: TileExpertsRun(ROOM)}
+CPU = torch.device("cpu")
+
+
+def check_lists(ids, lists, experts):
+    # Each expert's pairs in order, and tiles that cover them.
+    rows, ranks = ids.shape
+    pairs, tiles = [], []
+    for expert in range(experts):
+        own = [row * ranks + rank for row in range(rows) for rank in range(ranks) if ids[row, rank] == expert]
+        starts = range(0, len(own), lists.rows)
+        tiles += [[expert, len(pairs) + start, min(lists.rows, len(own) - start)] for start in starts]
+        pairs += own
+    assert lists.pairs_P[: len(pairs)].tolist() == pairs
+    assert lists.ends_2.tolist() == [len(tiles), 0]
+    assert lists.tiles_T3[: len(tiles)].tolist() == tiles and len(tiles) <= len(lists.tiles_T3)
+
+
+def check_choices():
+    for routing in ROUTINGS:
+        experts = routing.experts
+        for rows in (1, 3, 4, 7, 16, 17, 65, *((700,) if experts == 10 else ())):
+            x, router = torch.randn(rows, 200).bfloat16(), torch.randn(experts, 200)
+            bias = torch.randn(experts) if experts == 8 else None
+            correction = torch.randn(experts) / 10 if routing.score == "sigmoid" else None
+            logits = torch.full((rows, experts), torch.nan)
+            router_logits(x, router, bias, logits)
+            truth = x.double() @ router.double().T + (0 if bias is None else bias)
+            assert (logits - truth).abs().max() < 5e-5
+            if rows == 16:
+                logits = logits.round()  # equal ones: the lower number comes first
+            want, chosen = route(logits, routing, correction), allocate_choices(rows, routing, CPU)
+            lists = None if rows <= 4 else allocate_lists(rows, routing, 16, torch.zeros(2, dtype=torch.int32))
+            numbers = torch.arange(rows, dtype=torch.int32)
+            padding = Padding(torch.where(numbers % 5 == 1, 99, numbers), 99) if rows in (3, 17, 65) else None
+            choose(logits, routing, correction, chosen, lists, padding=padding)
+            real = numbers >= 0 if padding is None else padding.rows_N != 99
+            assert torch.equal(chosen.ids_NK[real], want.ids_NK[real]) and (chosen.ids_NK[~real] == -1).all()
+            assert (chosen.weights_NK - want.weights_NK)[real].abs().max() < 2e-6
+            if lists is not None:
+                check_lists(chosen.ids_NK, lists, experts)
+        print(routing.score)
+    routing, chosen = Routing(6, 3), allocate_choices(2, Routing(6, 3), CPU)
+    choose(torch.full((2, 6), torch.nan), routing, None, chosen)
+    assert chosen.ids_NK.tolist() == [[0, 1, 2]] * 2, "logits that are no numbers choose experts all the same"
+    assert most_tiles(128, 128, 16) == 128 and most_tiles(2048, 8, 64) == 39
+
+
+def spread(rows, experts, how):
+    # Inputs and a router of which the choice is known: all tokens to the first experts, or one to each.
+    x, router = torch.randn(rows, 72).bfloat16(), torch.randn(experts, 72)
+    if how == "one":
+        router = torch.zeros(experts, 72)
+    elif how == "each":
+        x[:, :experts] = torch.eye(experts)[torch.arange(rows) % experts]
+        router = 8 * torch.eye(experts, 72)
+    return x, router
+
+
+def run(x, weights, padding=None):
+    out = torch.full((len(x), weights.down.shape[0]), torch.nan, dtype=torch.bfloat16)
+    RUNS[len(x) <= 4].run(x, weights, out, padding)
+    return out
+
+
+def check_sums(x, weights, most):
+    rows = len(x)
+    padding = None
+    if rows in (3, 7, 65):
+        padding = Padding((torch.arange(rows) % 4).int(), 2)
+    out = run(x, weights, padding)
+    ids, shares = route((x.double() @ weights.router_XE.double().T).float(), weights.routing)
+    if padding is not None:
+        shares[padding.rows_N == 2] = 0
+        assert (out[padding.rows_N == 2] == 0).all()
+    truth = mixed(x.double(), ids, shares.double(), weights)
+    worst = ((out - truth).abs().amax(1) / truth.abs().amax(1).clamp(min=1e-9)).max()
+    assert worst < most, (rows, weights.activation, worst)
+    few = rows - rows // 8
+    if 4 < few < rows <= 64:  # in tiles of as many rows: unlike a GPU's, numpy's sums depend on the shape of a tile
+        assert torch.equal(run(x[:few], weights), run(x, weights)[:few]), "a token's bits depend on the others"
+
+
+def dense(experts, outs, ins):
+    return [Stored.from_dense(each) for each in (torch.randn(experts, outs, ins) * ins**-0.5).bfloat16()]
+
+
+def check_dense():
+    experts, hidden, size = 6, 72, 40
+    ups, downs = arena_of(dense(experts, 2 * size, hidden), torch.bfloat16), dense(experts, hidden, size)
+    places = {each.parts["values"].data_ptr() for each in downs}
+    downs = arena_of(downs, torch.bfloat16)
+    assert downs.first.data_ptr() in places, "weights that are equally far apart stay where they are"
+    biases = torch.randn(experts, 2 * size), torch.randn(experts, hidden)
+    ways = [("silu", "any"), ("gelu_tanh", "one"), ("clamped_swiglu", "each")]
+    for number, rows in enumerate((1, 2, 3, 7, 16, 64, 65)):
+        for activation, how in ways[number % 3 :][:1] if rows > 16 else ways:
+            x, router = spread(rows, experts, how)
+            given = (None, None) if activation == "silu" else biases
+            routing = Routing(experts, 3 if how == "any" else 2, renormalise=True)
+            check_sums(x, ExpertWeights(routing, router, None, None, ups, downs, activation, *given), 2**-7)
+        print(rows)
+
+
+def check_codes(names):
+    experts = 3
+    for number, format in enumerate(format for format in FORMATS if label(format) in names):
+        hidden = size = whole(format, 128)  # small: nested functions take the interpreter long
+        ups, downs = (
+            [in_codes(random_weight(format, *shape), torch.bfloat16) for _ in range(experts)]
+            for shape in ((2 * size, hidden), (hidden, size))
+        )
+        up, down = arena_of(ups, torch.bfloat16), arena_of(downs, torch.bfloat16)
+        assert up.kind == kind_of_experts(ups)
+        is_ordered = up.kind is None and ups[0].format.name.endswith("ordered")
+        if up.kind is None and not is_ordered:
+            continue
+        for rows in (1, 7) if number % 2 else (2, 17):
+            x, router = torch.randn(rows, hidden).bfloat16(), torch.randn(experts, hidden)
+            weights = ExpertWeights(Routing(experts, 2), router, None, None, up, down, "silu", None, None)
+            check_sums(x, weights, 2**-6)
+        print(label(format), flush=True)
+
+
+part, *names = sys.argv[1:]
+check_choices() if part == "choices" else check_dense() if part == "dense" else check_codes(names)
+"""
+COMMIT = head(Path(__file__).parent)
+
+
+def some_formats() -> list[str]:
+    """Names of formats, of which the commit chooses a few: the interpreter takes seconds for each."""
+    names = [label(format) for format in FORMATS]
+    return names if os.environ.get("HEADRACE_MATRIX") == "all" else chosen(names, 2, COMMIT)
+
+
+@pytest.mark.parametrize(("part", "lines"), [("choices", 4), ("dense", 7), ("codes", 2)])
+def test_kernels_of_experts_compute_what_route_and_loops_do(part: str, lines: int) -> None:
+    """Choices and their lists, dense experts, and experts in codes, in a process each."""
+    tests = str(Path(__file__).parents[1])
+    path = os.pathsep.join((tests, os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-c", SCRIPT, part, *some_formats()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) >= lines
