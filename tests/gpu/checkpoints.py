@@ -101,7 +101,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 16,
             "rope_parameters": {
                 "rope_type": "longrope",
-                "attention_factor": 1.2,
+                "attention_factor": 1.1,
                 "rope_theta": 5000.0,
                 "partial_rotary_factor": 0.75,
                 "short_factor": [1.0 + 0.1 * pair for pair in range(24)],

@@ -190,7 +190,7 @@ def test_codes_are_multiplied_by_the_ring_where_it_takes_them_and_by_tiles_elsew
 ) -> None:
     resolved = resolve(coded(kind), Arch.named(arch), CODED._replace(kind=kind))
     elsewhere = ["vector", "tiles", "tiles", "unpacked", "unpacked"]
-    ring = ["vector", "even", "even", "even in passes", "unpacked"]
+    ring = ["even", "even", "even", "even in passes", "unpacked"]
     cases: tuple[tuple[Fusion, list[str]], ...] = (("plain", ring if has_ring else elsewhere), ("logits", elsewhere))
     for fusion, wanted in cases:
         table = resolved.kernels[fusion]

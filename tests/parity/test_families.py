@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import anyio
 import pytest
 import torch
 import transformers
-from model_driver import OPERATIONS, ModelUnderTest
+from model_driver import OPERATIONS, ModelUnderTest, capacity
 from torch import Tensor
 
 from headrace.engine import Engine, InvalidParams, SamplingParams
+from headrace.engine.model.checkpoint.weights import load_weights
 from headrace.engine.model.cpu.sizing import runs_native
+from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.spec import Attention
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -287,6 +291,29 @@ def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: boo
     for cut, (chunk, prompt) in CUTS.items():
         for wanted, found in zip(expected, tested.logits(sequences, chunk, prompt), strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4, msg=lambda text: f"{cut}: {text}")  # noqa: B023
+
+
+@pytest.mark.parametrize("family", ["qwen3, tied, biased, later layers windowed", "olmo2 with every bias"])
+def test_biases_and_norms_change_places_with_the_rows_of_heads(family: str, tmp_path: Path) -> None:
+    """A checkpoint whose pairs were put side by side, with all that belongs to them, is the same model."""
+    model, sequences, expected = reference(family)
+    head_dim = getattr(model.config, "head_dim", None) or 16
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    moved = [name for name in state if any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm"))]
+    for name in moved:
+        state[name] = state[name].unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    assert len({name.split(".", 4)[-1] for name in moved}) == 6
+    model.save_pretrained(tmp_path, state_dict=state)
+    spec = from_hf(read_hf_config(tmp_path))
+    layers = []
+    for layer in spec.layers:
+        assert isinstance(layer.mixer, Attention)
+        layers.append(replace(layer, mixer=replace(layer.mixer, interleaved=True)))
+    spec = replace(spec, layers=tuple(layers))
+    weights = load_weights(tmp_path, spec, dtype=torch.float32, device="cpu")
+    tested = ModelUnderTest.make(spec, weights, torch.float32, capacity(spec.vocab_size))
+    for wanted, found in zip(expected, tested.logits(sequences, 128), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 def test_what_sets_a_family_apart_changes_its_logits() -> None:

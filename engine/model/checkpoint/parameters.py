@@ -202,8 +202,7 @@ class FileMaker:
         found, plain = self.inventory.of(part), Dense(self.dtype)
         if not self.keep_packed or isinstance(found.format, Dense):
             return plain
-        order = self.row_order(part)
-        return found.format if order is None or _moves(found, part) else plain
+        return found.format if self.row_order(part) is None or _can_move(found, part) else plain
 
     def _fill(self, target: Stored, part: Part) -> None:
         """Write one tensor of the checkpoint over `target`, its part of a parameter; read nothing for a meta device."""
@@ -305,8 +304,8 @@ class BlankMaker(FileMaker):
             each.zero_()
 
 
-def _moves(found: Found, part: Part) -> bool:
-    """Return whether rows may change their places within heads, without a change of what they share."""
+def _can_move(found: Found, part: Part) -> bool:
+    """Return whether rows may change places within heads in their format: what several rows share has whole heads."""
     if part.rotated is None or isinstance(found.format, Stacked):
         return False
     size = part.rotated.head_dim

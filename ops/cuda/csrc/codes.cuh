@@ -70,10 +70,19 @@ inline __device__ void make_pairs(uint32_t& first, uint32_t& second, uint32_t co
   }
 }
 
+// 128 in both halves. The compiler must not know it: a logical operation takes one constant, and then one does for a pair.
+inline __device__ uint32_t hidden_magic() {
+  uint32_t magic;
+  asm volatile("mov.b32 %0, 0x43004300;" : "=r"(magic));
+  return magic;
+}
+
 // One pair of the four in eight codes of 4 bits, less its zero point, which is 128 too large, as the pair is.
 template <int kPair>
-inline __device__ uint32_t make_pair(uint32_t codes, uint32_t zero) {
-  return less(((codes >> (4 * kPair)) & 0x000f000f) | 0x43004300, zero);
+inline __device__ uint32_t make_pair(uint32_t codes, uint32_t zero, uint32_t magic) {
+  uint32_t raised;
+  asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xEA;" : "=r"(raised) : "r"(codes >> (4 * kPair)), "r"(magic));
+  return less(raised, zero);
 }
 
 // What wgmma reads of 64 lines and 64 columns: four steps of 16 columns, four registers each.
@@ -83,7 +92,7 @@ struct Fragments {
 
 // Reads part `part` of the lines that `lines` begins, a thread's own address in them; `zeros`: of its two lines by groups.
 inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, int lane,
-                                      const uint32_t (&zeros)[kZeroGroups][2]) {
+                                      const uint32_t (&zeros)[kZeroGroups][2], uint32_t magic) {
   if constexpr (kCodes == kInt4) {
     uint32_t codes[4];
     load_matrices(codes, lines + (((part * 2 + lane / 16) ^ (lane & 7)) << 4));
@@ -92,8 +101,8 @@ inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, i
       auto& low = to.steps[i / 2 * 2];
       auto& high = to.steps[i / 2 * 2 + 1];
       const uint32_t zero = zeros[i / 2 * (kZeroGroups - 1)][i % 2];
-      low[i % 2] = make_pair<0>(codes[i], zero), low[i % 2 + 2] = make_pair<1>(codes[i], zero);
-      high[i % 2] = make_pair<2>(codes[i], zero), high[i % 2 + 2] = make_pair<3>(codes[i], zero);
+      low[i % 2] = make_pair<0>(codes[i], zero, magic), low[i % 2 + 2] = make_pair<1>(codes[i], zero, magic);
+      high[i % 2] = make_pair<2>(codes[i], zero, magic), high[i % 2 + 2] = make_pair<3>(codes[i], zero, magic);
     }
   } else {
 #pragma unroll
@@ -111,26 +120,43 @@ inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, i
 
 // --- products
 
-#define MULTIPLY_CODES(n, sums, a, b, adds) \
-  "{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds ", 0;\n" \
-  "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" sums "}, {" a "}, " b ", adds, 1, 1, 0;\n}"
+#if ROWS < 64
+
+// Loads 16 inner elements of all rows from their lines, as the second operand of `multiply_rows`.
+inline __device__ void load_rows(uint32_t (&to)[kRows / 8][2], uint32_t lines, int step, int lane) {
+#pragma unroll
+  for (int eight = 0; eight < kRows / 8; eight += 2) {
+    uint32_t found[4];
+    load_matrices(found, lines + (eight * 8 + lane / 16 * 8 + lane % 8) * 128 + (((step * 2 + lane / 8 % 2) ^ (lane % 8)) << 4));
+    to[eight][0] = found[0], to[eight][1] = found[1], to[eight + 1][0] = found[2], to[eight + 1][1] = found[3];
+  }
+}
+
+// sum = a b^T over 16 inner elements of a warp's 16 lines, which is added to what it was if `adds`. Sums lie as wgmma's do.
+inline __device__ void multiply_rows(float (&sum)[kSums], const uint32_t (&a)[4], const uint32_t (&b)[kRows / 8][2], bool adds) {
+#pragma unroll
+  for (int eight = 0; eight < kRows / 8; ++eight) {
+    float* own = sum + eight * 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) own[i] = adds ? own[i] : 0.f;
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(own[0]), "+f"(own[1]), "+f"(own[2]), "+f"(own[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[eight][0]), "r"(b[eight][1]));
+  }
+}
+
+#else
 
 // sum = a b^T over 16 inner elements, which is added to what it was if `adds`.
 inline __device__ void multiply_codes(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b, int adds) {
-#if ROWS == 16
-  asm volatile(MULTIPLY_CODES("16", S0, "%8, %9, %10, %11", "%12", "%13")
-               : EIGHT(0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
-#elif ROWS == 32
-  asm volatile(MULTIPLY_CODES("32", S0 ", " S1, "%16, %17, %18, %19", "%20", "%21")
-               : EIGHT(0), EIGHT(8)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
-#else
-  asm volatile(MULTIPLY_CODES("64", S0 ", " S1 ", " S2 ", " S3, "%32, %33, %34, %35", "%36", "%37")
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" S0 ", " S1 ", " S2 ", " S3
+               "}, {%32, %33, %34, %35}, %36, adds, 1, 1, 0;\n}"
                : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
-#endif
 }
+
+#endif
 
 // --- scales
 

@@ -29,9 +29,15 @@ struct Arguments : Inputs {
   int64_t out_stride;
 };
 
+// Lines of a chunk. Codes of 4 bits have more inputs in a line, for which 64 rows leave no room.
+constexpr int lines_of_chunk(int blocks) {
+  if (!kCoded) return 2 / blocks;
+  return (blocks == 2 && kCodes == kInt4 && kRows < 64 ? 8 : 4) / kAcross;
+}
+
 // Two blocks: inputs, and A, are fetched for twice the weights, where there are tiles enough for all multiprocessors.
 template <int kSplits, bool kGatedOf, int kBlocks = 1>
-struct LinearShape : Shape<kSplits, kBlocks, kCoded ? 4 / kAcross : 2 / kBlocks, (kGatedOf ? 2 : 1) * RANKS, kBytes[kBlocks - 1]> {
+struct LinearShape : Shape<kSplits, kBlocks, lines_of_chunk(kBlocks), (kGatedOf ? 2 : 1) * RANKS, kBytes[kBlocks - 1]> {
   static constexpr bool kGated = kGatedOf;
   static constexpr int kWide = kBlocks * (kGated ? 32 : 64);  // features of a tile
   static constexpr int kItems = LinearShape::kOwn * (kWide / 8);  // of eight features of a row

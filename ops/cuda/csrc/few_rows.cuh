@@ -300,21 +300,99 @@ inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&
 
 #else
 
-// Adds the next `count` chunks to the sums; kWithLow: and to x A^T, which `low` is.
+// A warpgroup's sums of a group, while its inputs are multiplied: of each of its blocks.
+template <class S>
+using GroupSums = float[kGroup > 0 ? S::kTeamBlocks : 1][kSums];
+
+// Adds the sums of a group, scaled, to those of its block.
+template <class S>
+inline __device__ void add_group(float (&to)[kSums], const float (&from)[kSums], const uint8_t* scales, bool half, int group,
+                                 int block, int thread) {
+  float scale[2];
+  find_scales<S>(scale, scales, half, group, block, thread);
+#pragma unroll
+  for (int k = 0; k < kSums; ++k) to[k] += from[k] * scale[k / 2 % 2];
+}
+
+#if ROWS < 64
+
+// Adds the next `count` chunks to the sums; kWithLow: and to x A^T, which `low` is. Each warp multiplies alone: products of
+// so few rows whose weights come from registers take twice as long by wgmma.
 template <bool kWithLow, class S, int kCount>
 inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&low)[kCount], Chunks<S>& ring, int count,
                                   bool half, int thread) {
-  const int lane = thread % 32;
+  const int lane = thread % 32, first = same_in_warp(thread);
   const int own_line = (thread % kTeam / 32 * 16 + lane % 16) * 128;  // that this thread names to ldmatrix
-  const int first_block = S::first_block(thread), first_input = S::first_input(thread);
+  const int first_block = S::first_block(first), first_input = S::first_input(first);
+  const uint32_t magic = hidden_magic();
+  for (int i = 0; i < count; ++i) {
+    ring.wait_filled();
+    const uint32_t slot = shared_address(ring.slot()), x = slot + S::kWeightBytes;
+    const uint8_t* scales = ring.slot() + S::kScalesAt;
+    if constexpr (kWithLow) {
+      multiply_begin();
+#pragma unroll
+      for (int step = 0; step < S::kTeamInputs * 4; ++step) {
+        const int part = first_input + step / 4, inside = step % 4 * 32;
+        multiply_low(low, lines_at(x + part * kRows * 128 + inside), lines_at(slot + S::kLowAt + part * S::kLow * 128 + inside));
+      }
+      multiply_commit();
+      multiply_wait<0>();
+      sums_ready(low);
+    }
+    GroupSums<S> group_sums{};
+#pragma unroll
+    for (int own_part = 0; own_part < S::kTeamInputs; ++own_part) {  // of 64 columns
+      const int part = first_input + own_part;
+      uint32_t rows[4][kRows / 8][2];
+#pragma unroll
+      for (int step = 0; step < 4; ++step) load_rows(rows[step], x + part * kRows * 128, step, lane);
+#pragma unroll
+      for (int own_block = 0; own_block < S::kTeamBlocks; ++own_block) {
+        const int block = first_block + own_block;
+        Fragments own;
+        uint32_t zeros[kZeroGroups][2];
+        find_zeros<S>(zeros, scales + S::kScaleBytesOf, part, block, thread);
+        make_fragments(own, slot + own_line + (part / kAcross * S::kBlocks + block) * kBlockBytes, part % kAcross, lane, zeros,
+                       magic);
+#pragma unroll
+        for (int step = 0; step < 4; ++step) {
+          const int at = own_part * 4 + step;  // of 16 columns
+          if constexpr (kGroup > 0) {
+            multiply_rows(group_sums[own_block], own.steps[step], rows[step], at % kGroupSteps != 0);
+            if ((at + 1) % kGroupSteps == 0) {
+              add_group<S>(sums[own_block], group_sums[own_block], scales, half, (part * 4 + step) / kGroupSteps, block, thread);
+            }
+          } else {
+            multiply_rows(sums[own_block], own.steps[step], rows[step], true);
+          }
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ring.emptied + ring.at);
+    ring.advance();
+  }
+}
+
+#else
+
+// The same. One warpgroup converts codes while the products of the other run.
+template <bool kWithLow, class S, int kCount>
+inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&low)[kCount], Chunks<S>& ring, int count,
+                                  bool half, int thread) {
+  const int lane = thread % 32, first = same_in_warp(thread);
+  const int own_line = (thread % kTeam / 32 * 16 + lane % 16) * 128;  // that this thread names to ldmatrix
+  const int first_block = S::first_block(first), first_input = S::first_input(first);
+  const uint32_t magic = hidden_magic();
   int behind = -1;
   Fragments fragments[2];
   for (int i = 0; i < count; ++i) {
     ring.wait_filled();
-    const uint32_t lines = shared_address(ring.slot()) + own_line;
-    const uint64_t x = lines_at(ring.slot() + S::kWeightBytes), a = lines_at(ring.slot() + S::kLowAt);
+    const uint32_t slot = same_in_warp(shared_address(ring.slot()));
+    const uint64_t x = lines_at(slot + S::kWeightBytes), a = lines_at(slot + S::kLowAt);
     const uint8_t* scales = ring.slot() + S::kScalesAt;
-    float group_sums[kGroup > 0 ? S::kTeamBlocks : 1][kSums];
+    GroupSums<S> group_sums;
 #pragma unroll
     for (int own_part = 0; own_part < S::kTeamInputs; ++own_part) {  // of 64 columns
       const int part = first_input + own_part;
@@ -324,7 +402,8 @@ inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&
         Fragments& own = fragments[(own_part * S::kTeamBlocks + own_block) % 2];
         uint32_t zeros[kZeroGroups][2];
         find_zeros<S>(zeros, scales + S::kScaleBytesOf, part, block, thread);
-        make_fragments(own, lines + (part / kAcross * S::kBlocks + block) * kBlockBytes, part % kAcross, lane, zeros);
+        make_fragments(own, slot + own_line + (part / kAcross * S::kBlocks + block) * kBlockBytes, part % kAcross, lane, zeros,
+                       magic);
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
           const int at = own_part * 4 + step;  // of 16 columns
@@ -343,10 +422,7 @@ inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&
               multiply_commit();
               multiply_wait<0>();
               sums_ready(group_sums[own_block]);
-              float scale[2];
-              find_scales<S>(scale, scales, half, (part * 4 + step) / kGroupSteps, block, thread);
-#pragma unroll
-              for (int k = 0; k < kSums; ++k) sums[own_block][k] += group_sums[own_block][k] * scale[k / 2 % 2];
+              add_group<S>(sums[own_block], group_sums[own_block], scales, half, (part * 4 + step) / kGroupSteps, block, thread);
             }
           }
         }
@@ -365,6 +441,7 @@ inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&
   if (behind >= 0 && lane == 0) barrier_arrive(ring.emptied + behind);
 }
 
+#endif
 #endif
 
 // --- the cluster's sums

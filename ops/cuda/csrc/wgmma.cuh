@@ -99,10 +99,13 @@ struct Ring {
 
 // Describes lines, swizzled, in groups of eight; `wide`: bytes from 64 elements to the next 64, where a line runs along the
 // outputs of a product instead of its inner dimension.
-inline __device__ uint64_t lines_at(const void* pointer, int wide = 16) {
-  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (static_cast<uint64_t>(wide / 16) << 16) |
-         ((shared_address(pointer) & 0x3FFFF) >> 4);
+inline __device__ uint64_t lines_at(uint32_t address, int wide = 16) {
+  return (uint64_t{1} << 62) | (uint64_t{64} << 32) | (static_cast<uint64_t>(wide / 16) << 16) | ((address & 0x3FFFF) >> 4);
 }
+inline __device__ uint64_t lines_at(const void* pointer, int wide = 16) { return lines_at(shared_address(pointer), wide); }
+
+// A number that all lanes have, in a way that shows it: a descriptor then takes no move to a uniform register.
+inline __device__ uint32_t same_in_warp(uint32_t number) { return __shfl_sync(~0u, number, 0); }
 
 inline __device__ void multiply_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 inline __device__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

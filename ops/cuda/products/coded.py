@@ -1,8 +1,8 @@
 """`coded`: the declarations of the kernels that multiply by weights in codes; never decides what is stored in codes.
 
-One row is multiplied without tensor cores. Up to 64 rows codes go through the ring of csrc/few_rows.cuh and become bf16
-in registers; where the ring lacks the GPU or refuses the weight, Triton's tiles take its place. Some more rows go
-through the ring in passes, and many multiply by a dense copy, made in slices. Imports no compiler.
+Up to 64 rows codes go through the ring of csrc/few_rows.cuh and become bf16 in registers. Where the ring lacks the GPU
+or refuses the weight, one or two rows are multiplied without tensor cores, and more by Triton's tiles. Some more than
+64 rows go through the ring in passes, and many multiply by a dense copy, made in slices. Imports no compiler.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _FewRowsOfCodes(_CodedProducts):
 
 
 class CodedVectorProducts(_FewRowsOfCodes):
-    """Products of one row without tensor cores (coded_vector.py), with the activation after."""
+    """Products of very few rows without tensor cores (coded_vector.py), with the activation after."""
 
     way = "vector"
 

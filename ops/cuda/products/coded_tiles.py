@@ -173,7 +173,8 @@ def tile_tiling(weight: Codes, rows: int, programs: int, *, gated: bool) -> Tile
     It is not split for an activation, or into less than two steps of a program.
     """
     lines, chunks = weight.shape[0], weight.shape[1] // weight.kind.chunk
-    block, splits = 16 if rows <= 2 * _FEWEST_ROWS else 8, 1
+    few = 16 if weight.kind.bits == 8 else 8
+    block, splits = few if rows <= 2 * _FEWEST_ROWS else 4, 1
     while (
         not gated
         and splits < _MOST_SPLITS
