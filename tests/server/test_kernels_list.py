@@ -111,7 +111,7 @@ def test_formats_of_a_mixed_checkpoint_have_lines_of_their_own(tmp_path: Path) -
 def test_a_format_that_hopper_s_kernels_refuse_is_left_to_triton(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, CASES["compressed mxfp4"])
     code, text = listed(str(tmp_path), "--arch", "sm_90", columns=300)
-    assert not code and cells_of(text, "o (mxfp4)").endswith("5-64: tiles, 65+: unpacked")
+    assert not code and cells_of(text, "o (mxfp4)").endswith("3-64: tiles, 65+: unpacked")
     told = refusals(text)["even, fp4-g32-e8m0", "qkv (mxfp4), o (mxfp4), gate_up (mxfp4), down (mxfp4)"]
     assert told.startswith("takes 8-bit floats, and integers of 4 and 8 bits")
 
@@ -162,7 +162,7 @@ def test_the_kinds_of_codes_are_those_of_a_loaded_model(tmp_path: Path) -> None:
 def test_gguf_files_and_quantised_folders_without_weights(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", Kind.Q4_1)
     code, text = listed(str(tmp_path), "--arch", "sm_90", columns=300)
-    assert not code and cells_of(text, "o (q4_1)").endswith("5-64: tiles, 65+: unpacked")
+    assert not code and cells_of(text, "o (q4_1)").endswith("3-64: tiles, 65+: unpacked")
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text(
