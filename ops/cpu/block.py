@@ -10,7 +10,7 @@ With one token in a step, a call costs as much as its arithmetic, so `CpuOps.pre
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -23,13 +23,14 @@ from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.norms import layer_norm, layer_norm_heads, rms_norm
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel, pack_product
 from headrace.ops.cpu.rotation import rotate
+from headrace.ops.cpu.scores import Scores, Weigh
 from headrace.ops.cpu.step import CpuStep, DecodePiece, PrefillPiece, TorchStep
 from headrace.ops.formats import Stored
 from headrace.ops.sizes import padded_size
 from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -38,11 +39,7 @@ if TYPE_CHECKING:
     from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
     from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
 
-__all__ = ["CpuOps", "Weigh"]
-
-Weigh: TypeAlias = "Callable[[Tensor, Tensor, float], Tensor]"
-"""Turns products of queries and keys, a mask of 0 or -inf to add, and the scale into weights of values: a variant of
-attention. The last dimension is the keys; the mask broadcasts."""
+__all__ = ["CpuOps"]
 
 # Gathered keys and values of one batched product, in bytes: a bound on memory; measured, values below 6 MiB are slower.
 _GATHER_BYTES = 16 * 1024 * 1024
@@ -63,10 +60,9 @@ class CpuOps:
 
     `cos` and `sin` are float32 tables `[positions, D / 2]`; the first half of a head rotates with its second half. A
     token attends to the last `window` tokens, itself included (all if None). `scale` multiplies scores (default
-    `D ** -0.5`), and `weigh` turns scores into weights of values (default: softmax, with a sink in each head if
-    `has_sinks`). `dtype` is that of
-    activations, keys and values: bfloat16 or float32. `products` are the kernels for products by weights, in order of
-    preference. `early` is a second pair of tables, for `rotate`.
+    `D ** -0.5`), and `weigh` turns scores into weights of values (default: softmax, beside sinks if `has_sinks`).
+    `dtype` is that of activations, keys and values: bfloat16 or float32. `products` are the kernels for products by
+    weights, in order of preference. `early` is a second pair of tables, for `rotate`.
     """
 
     def __init__(
@@ -92,9 +88,8 @@ class CpuOps:
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
         self.dtype, self.window, self.products = dtype, window, products
         self.scale = head_dim**-0.5 if scale is None else scale
-        self._weigh, self._has_sinks = weigh, has_sinks
-        self._sinks: dict[int, Tensor] = {}
-        self._group = heads // kv_heads
+        self._weigh, self._group = weigh, heads // kv_heads
+        self._scores, self._has_sinks = Scores(kv_heads, self._group), has_sinks
         self._epsilon, self._eps = eps, torch.tensor(eps, dtype=torch.float32)
         # x * cos + roll(x, D / 2) * sin is the rotation when the first half of sin is negative.
         self._cos_1D = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)
@@ -231,15 +226,12 @@ class CpuOps:
         return pack_product(weight, bias_O, dtype=self.dtype, products=self.products)
 
     def keep_sinks(self, layer: int, sinks_H: Tensor) -> None:
-        """Take the sinks of a layer's heads."""
-        self._sinks[layer] = sinks_H
+        """Take the sinks of a layer's heads, float32."""
+        self._scores.keep_sinks(layer, sinks_H)
 
     def pack_experts(self, experts: Experts) -> CpuExperts | NativeExperts:
         """Pack a layer's router and experts."""
-        return CpuExperts(experts, self.pack, self._pack_router)
-
-    def _pack_router(self, weight: Stored, bias_O: Tensor | None) -> CpuLinear:
-        return pack_product(weight, bias_O, dtype=torch.float32, products=self.products)
+        return CpuExperts(experts, self.pack, self.products)
 
     def pack_head(self, weight_VE: Stored) -> CpuLinear:
         """Pack the output head's weight for `logits`."""
@@ -398,16 +390,10 @@ class CpuOps:
         return torch.bmm(weights.view(scores_BGS.shape), piece.values_BSD).view(piece.rows, -1)[:count]
 
     def _weights(self, scores: Tensor, bias: Tensor, layer: int) -> Tensor:
-        """Return the weights of values from scores [R, K, G, S] of decodes or [K, G, C, S] of a block of queries."""
         if self._weigh is not None:
             return self._weigh(scores, bias, self.scale)
         added = torch.add(bias, scores, alpha=self.scale)
-        if not self._has_sinks:
-            return torch.softmax(added, -1)
-        sinks_KG1 = self._sinks[layer].view(self.kv_heads, self._group, 1)
-        is_block = bias.ndim == 2
-        sinks = (sinks_KG1.unsqueeze(-1) if is_block else sinks_KG1).to(added.dtype).expand(*added.shape[:-1], 1)
-        return torch.softmax(torch.cat((added, sinks), -1), -1)[..., :-1].contiguous()
+        return self._scores.weights(added, layer, is_block=bias.ndim == 2)
 
     def _block_attention(self, q_NHD: Tensor, block: PrefillPiece, layer: int) -> Tensor:
         count, padded = block.stop - block.start, block.bias_CS.shape[0]

@@ -13,19 +13,21 @@ from torch.nn import functional
 
 from headrace.ops.cpu.activation import activate
 from headrace.ops.cpu.linear import ALIKE_ROWS
+from headrace.ops.cpu.products import pack_product
 from headrace.ops.experts import CLAMP, SLOPE, route
 from headrace.ops.formats import Stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from headrace.ops.cpu.linear import CpuLinear
+    from headrace.ops.cpu.products import CpuKernel
     from headrace.ops.experts import ExpertActivation, Experts
 
-__all__ = ["CpuExperts", "Groups", "activate_expert", "grouped", "pack_each"]
+__all__ = ["CpuExperts", "Groups", "activate_expert", "grouped", "pack_each", "pack_router"]
 
 
 class Groups(NamedTuple):
@@ -67,6 +69,12 @@ def pack_each(
     return [pack(weight, bias) for weight, bias in zip(weights, rows, strict=True)]
 
 
+def pack_router(experts: Experts, products: Sequence[CpuKernel]) -> CpuLinear:
+    """Return the product of the router, in float32."""
+    weight = Stored.from_dense(experts.router_XE)
+    return pack_product(weight, experts.router_bias_X, dtype=torch.float32, products=products)
+
+
 class CpuExperts:
     """A layer's router and experts, one expert after the other."""
 
@@ -74,15 +82,15 @@ class CpuExperts:
         self,
         experts: Experts,
         pack: Callable[[Stored, Tensor | None], CpuLinear],
-        pack_router: Callable[[Stored, Tensor | None], CpuLinear],
+        products: Sequence[CpuKernel],
     ) -> None:
-        """Pack all weights, those of the router by a function of its own, for products in float32."""
+        """Pack all weights, those of the router for the kernels `products` in float32."""
         self._routing, self._activation, self._correction_X = (
             experts.routing,
             experts.activation,
             experts.correction_X,
         )
-        self._router = pack_router(Stored.from_dense(experts.router_XE), experts.router_bias_X)
+        self._router = pack_router(experts, products)
         self._gate_up = pack_each(pack, experts.gate_up, experts.gate_up_bias_XF)
         self._down = pack_each(pack, experts.down, experts.down_bias_XE)
 

@@ -22,7 +22,7 @@ from headrace.engine.model.families.registry import FAMILIES, from_hf
 from headrace.engine.model.network.layers import MIXERS
 from headrace.engine.model.network.mixers.attention import SoftmaxAttention
 from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
-from headrace.ops.cpu.block import Weigh
+from headrace.ops.cpu.scores import Weigh
 
 CAP = 1.5
 
@@ -68,7 +68,7 @@ def test_softcapped_scores(tmp_path: Path) -> None:
 def test_a_variant_that_nothing_computes_is_refused_by_name() -> None:
     with pytest.raises(ModelRejected, match="the scores of a layer's attention is 'toy softcap'") as caught:
         cpu_ops(spec_of(None), page_size=4, max_positions=8, dtype=torch.float32)
-    assert caught.value.limit == "softmax, softcap"
+    assert caught.value.limit == "softmax, sink, softcap"
 
 
 def from_config(config: HfConfig) -> DecoderSpec:

@@ -28,13 +28,14 @@ from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, SinkAt
 from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan
 from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
-from headrace.ops.cpu.block import CpuOps, Weigh
+from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import ALIKE_ROWS, CpuLinear
 from headrace.ops.cpu.lora import AdapterUsers, CpuAdapterOps
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel
+from headrace.ops.cpu.scores import Weigh
 from headrace.ops.cpu.step import CpuStep
 
 __all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops"]

@@ -19,7 +19,8 @@ from headrace.engine.model.families.exaone4 import EXAONE4
 from headrace.engine.model.families.experts.ernie4_5_moe import ERNIE_4_5_MOE
 from headrace.engine.model.families.experts.glm4_moe import GLM4_MOE
 from headrace.engine.model.families.experts.gpt_oss import GPT_OSS
-from headrace.engine.model.families.experts.granitemoe import GRANITE_MOE, GRANITE_MOE_SHARED
+from headrace.engine.model.families.experts.granitemoe import GRANITE_MOE
+from headrace.engine.model.families.experts.granitemoeshared import GRANITE_MOE_SHARED
 from headrace.engine.model.families.experts.mixtral import MIXTRAL
 from headrace.engine.model.families.experts.olmoe import OLMOE
 from headrace.engine.model.families.experts.qwen2_moe import QWEN2_MOE

@@ -151,7 +151,7 @@ class NativeOps(CpuOps):
 
     def pack_experts(self, experts: Experts) -> NativeExperts:
         """Pack a layer's router and experts."""
-        return NativeExperts(experts, self._context, self.pack, self._pack_router)
+        return NativeExperts(experts, self._context, self.pack, self.products)
 
     def pack_head(self, weight_VE: Stored) -> CpuLinear:
         """Pack the output head's weight for `logits`."""

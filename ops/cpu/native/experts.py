@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.ops.cpu.experts import activate_expert, grouped, pack_each
+from headrace.ops.cpu.experts import activate_expert, grouped, pack_each, pack_router
 from headrace.ops.cpu.native.linear import NativeLinear, as_floats
 from headrace.ops.experts import route
-from headrace.ops.formats import Stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +22,9 @@ if TYPE_CHECKING:
     from headrace.ops.cpu.experts import Groups
     from headrace.ops.cpu.linear import CpuLinear
     from headrace.ops.cpu.native.library import Context
+    from headrace.ops.cpu.products import CpuKernel
     from headrace.ops.experts import Experts
+    from headrace.ops.formats import Stored
 
 __all__ = ["NativeExperts"]
 
@@ -36,12 +37,12 @@ class NativeExperts:
         experts: Experts,
         context: Context,
         pack: Callable[[Stored, Tensor | None], CpuLinear],
-        pack_router: Callable[[Stored, Tensor | None], CpuLinear],
+        products: Sequence[CpuKernel],
     ) -> None:
-        """Pack all weights, those of the router by a function of its own, for products in float32."""
+        """Pack all weights, those of the router for the kernels `products` in float32."""
         self._routing, self._activation = experts.routing, experts.activation
         self._correction_X, self._context = experts.correction_X, context
-        (self._router,) = _native([pack_router(Stored.from_dense(experts.router_XE), experts.router_bias_X)])
+        (self._router,) = _native([pack_router(experts, products)])
         self._gate_up = _Stack(_native(pack_each(pack, experts.gate_up, experts.gate_up_bias_XF)))
         self._down = _Stack(_native(pack_each(pack, experts.down, experts.down_bias_XE)))
 
