@@ -1,6 +1,7 @@
 """One decoder step's operations on the CPU, in plain torch calls over paged keys and values.
 
-Owns the layout of KV pages in host memory, norms, rotary positions and attention; never picks pages, samples or loads.
+Owns norms, rotary positions and attention; never picks pages, samples or loads. Next to read: pieces.py, how a step's
+attention is divided.
 
 With one token in a step, a call costs as much as its arithmetic, so `CpuOps.prepare` makes the values that layers share
 (masks, indices, rotary rows, gather buffers) once for each step. Call everything without autograd, under
@@ -9,7 +10,6 @@ With one token in a step, a call costs as much as its arithmetic, so `CpuOps.pre
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,12 +21,12 @@ from headrace.ops.cpu.head import CpuHead
 from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.norms import layer_norm, layer_norm_heads, rms_norm
+from headrace.ops.cpu.pieces import Pieces
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel, pack_product
 from headrace.ops.cpu.rotation import rotate
 from headrace.ops.cpu.scores import Scores, Weigh
 from headrace.ops.cpu.step import CpuStep, DecodePiece, PrefillPiece, TorchStep
 from headrace.ops.formats import Stored
-from headrace.ops.sizes import padded_size
 from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
@@ -36,23 +36,10 @@ if TYPE_CHECKING:
 
     from headrace.ops.cpu.native.experts import NativeExperts
     from headrace.ops.experts import Experts
-    from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
+    from headrace.ops.paged import PagedBatch
     from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
 
 __all__ = ["CpuOps"]
-
-# Gathered keys and values of one batched product, in bytes: a bound on memory; measured, values below 6 MiB are slower.
-_GATHER_BYTES = 16 * 1024 * 1024
-# Up to this context one row is faster through torch's fused attention: one call, but less in parallel.
-_FUSED_TOKENS = 384
-# Queries of one prefill product: later blocks see more keys, so blocks save half of a causal square; and scores of more
-# than these leave the processor's caches.
-_QUERY_BLOCK = 128
-# Shapes of attention are few (see sizes.py): multiples of these numbers of queries and keys, in steps between powers
-# of two.
-_FEW_QUERIES = 16
-_FEW_KEYS = 64
-_STEPS = 2
 
 
 class CpuOps:
@@ -89,14 +76,14 @@ class CpuOps:
         self.dtype, self.window, self.products = dtype, window, products
         self.scale = head_dim**-0.5 if scale is None else scale
         self._weigh, self._group = weigh, heads // kv_heads
-        self._scores, self._has_sinks = Scores(kv_heads, self._group), has_sinks
+        self._scores = Scores(kv_heads, self._group)
         self._epsilon, self._eps = eps, torch.tensor(eps, dtype=torch.float32)
         # x * cos + roll(x, D / 2) * sin is the rotation when the first half of sin is negative.
         self._cos_1D = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)
         self._sin_1D = torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1)
         self._early = early
-        # A page's rows are its K key heads, then its K value heads.
-        self._planes_s1K1 = torch.arange(2 * kv_heads).view(2, 1, kv_heads, 1)
+        is_softmax = weigh is None and not has_sinks
+        self._pieces = Pieces(kv_heads, head_dim, page_size, dtype, window=window, fuses=is_softmax)
 
     @property
     def rows_are_alike(self) -> bool:
@@ -113,7 +100,7 @@ class CpuOps:
 
     def page_bytes(self, num_layers: int) -> int:
         """Return the memory of one page over all layers, in bytes."""
-        return num_layers * self._plane_bytes()
+        return num_layers * self._pieces.plane_bytes
 
     def allocate_kv(self, num_layers: int, pages: int) -> CpuKv:
         """Return zeroed pages for keys and values."""
@@ -125,17 +112,13 @@ class CpuOps:
     def prepare(self, batch: PagedBatch) -> CpuStep:
         """Return the values that a step's layers share; raise `ValueError` unless its rows cover its tokens once."""
         batch.check_cover()
-        pieces: list[DecodePiece | PrefillPiece] = [block for row in batch.prefills for block in self._blocks(row)]
-        for group in batch.decodes:
-            pieces += self._decodes(group)
-        pieces.sort(key=lambda piece: piece.start)
         return TorchStep(
             len(batch.positions_N),
             batch.positions_N,
             self._cos_1D.index_select(0, batch.positions_N),
             self._sin_1D.index_select(0, batch.positions_N),
-            self._write_index(batch.slots_N),
-            tuple(pieces),
+            self._pieces.write_index(batch.slots_N),
+            self._pieces.of(batch),
             batch.given,
         )
 
@@ -294,84 +277,6 @@ class CpuOps:
         return o_NX if len(qkv_NX) == tokens else functional.pad(o_NX, (0, 0, 0, len(qkv_NX) - tokens))
 
     # --- inside
-
-    def _plane_bytes(self) -> int:
-        return 2 * self.kv_heads * self.page_size * self.head_dim * self.dtype.itemsize
-
-    def _write_index(self, slots_N: Tensor) -> Tensor:
-        page_N, offset_N = slots_N // self.page_size, slots_N % self.page_size
-        first_N11 = (page_N * (2 * self.kv_heads * self.page_size) + offset_N).view(-1, 1)
-        return (first_N11 + self._planes_s1K1.view(1, -1) * self.page_size).view(-1)
-
-    def _gather(self, pages_RP: Tensor, scratch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return indices of `CpuKv.rows`, in the order [2, R, K, P], and a buffer of these rows (`scratch` or new)."""
-        planes = 2 * self.kv_heads
-        index = (pages_RP.unsqueeze(1) * planes + self._planes_s1K1).reshape(-1)
-        return index, self._scratch(pages_RP.numel()) if scratch is None else scratch[: index.shape[0]]
-
-    def _scratch(self, pages: int) -> Tensor:
-        return torch.empty(2 * self.kv_heads * pages, self.page_size * self.head_dim, dtype=self.dtype)
-
-    def _width(self, tokens: int) -> int:
-        """Return the number of pages for `tokens` tokens, rounded up to one of few."""
-        unit = max(1, _FEW_KEYS // self.page_size)
-        return unit * padded_size(-(-tokens // (unit * self.page_size)), steps=_STEPS)
-
-    def _decodes(self, group: DecodeGroup) -> list[DecodePiece]:
-        total, pages = group.pages_RP.shape
-        chunk = max(1, _GATHER_BYTES // (pages * self._plane_bytes()))
-        # Even chunks: a last chunk of one row would cost a full round of calls.
-        chunk = math.ceil(total / math.ceil(total / chunk))
-        return [self._decode(group, first, min(first + chunk, total)) for first in range(0, total, chunk)]
-
-    def _decode(self, group: DecodeGroup, first: int, last: int) -> DecodePiece:
-        pages_RP, lengths_R1 = group.pages_RP[first:last], group.lengths_R[first:last, None]
-        start, stop = group.start + first, group.start + last
-        rows, pages = pages_RP.shape
-        if rows == 1 and pages * self.page_size <= _FUSED_TOKENS and self._weigh is None and not self._has_sinks:
-            index, buffer = self._gather(pages_RP)
-            seen = slice(self._first_seen(int(lengths_R1)), int(lengths_R1))
-            keys_KSD, values_KSD = buffer.view(2, self.kv_heads, -1, self.head_dim)[:, :, seen].unbind()
-            return DecodePiece(start, stop, 1, index, buffer, keys_KSD, values_KSD, None)
-        added, width = padded_size(rows, steps=_STEPS) - rows, self._width(pages * self.page_size)
-        index, buffer = self._gather(functional.pad(pages_RP, (0, width - pages, 0, added)))
-        keys_BSD, values_BSD = buffer.view(2, -1, width * self.page_size, self.head_dim).unbind()
-        lengths_R1 = functional.pad(lengths_R1, (0, 0, 0, added), value=1)
-        positions_1S = torch.arange(width * self.page_size).view(1, -1)
-        hidden_RS = positions_1S >= lengths_R1
-        if self.window is not None:
-            hidden_RS |= positions_1S < lengths_R1 - self.window
-        bias_R11S = self._bias(hidden_RS)[:, None, None]
-        return DecodePiece(start, stop, rows + added, index, buffer, keys_BSD, values_BSD, bias_R11S)
-
-    def _first_seen(self, length: int) -> int:
-        """Return the first position that the last of `length` tokens attends to."""
-        return 0 if self.window is None else max(0, length - self.window)
-
-    def _bias(self, hidden: Tensor) -> Tensor:
-        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -math.inf)
-
-    def _blocks(self, row: PrefillRow) -> list[PrefillPiece]:
-        firsts = range(row.length - row.count, row.length, _QUERY_BLOCK)
-        stops = [min(first + _QUERY_BLOCK, row.length) for first in firsts]
-        starts = [self._first_seen(first + 1) // self.page_size for first in firsts]  # pages
-        widths = [self._width(stop - start * self.page_size) for start, stop in zip(starts, stops, strict=True)]
-        scratch = self._scratch(max(widths))
-        pages_P = functional.pad(row.pages_P, (0, max(widths)))
-        blocks = []
-        for first, stop, start, width in zip(firsts, stops, starts, widths, strict=True):
-            index, buffer = self._gather(pages_P[None, start : start + width], scratch)
-            keys_KSD, values_KSD = buffer.view(2, self.kv_heads, -1, self.head_dim).unbind()
-            count = _FEW_QUERIES * padded_size(-(-(stop - first) // _FEW_QUERIES), steps=_STEPS)
-            queries_C1 = torch.arange(first, first + count).clamp_(max=stop - 1).view(-1, 1)
-            keys_1S = torch.arange(start * self.page_size, (start + width) * self.page_size).view(1, -1)
-            hidden_CS = keys_1S > queries_C1
-            if self.window is not None:
-                hidden_CS |= keys_1S <= queries_C1 - self.window
-            begin = row.start + first - firsts.start
-            bias_CS = self._bias(hidden_CS)
-            blocks.append(PrefillPiece(begin, begin + stop - first, index, buffer, keys_KSD, values_KSD, bias_CS))
-        return blocks
 
     def _decode_attention(self, q_NHD: Tensor, piece: DecodePiece, layer: int) -> Tensor:
         q_BGD = q_NHD[piece.start : piece.stop].reshape(-1, self._group, self.head_dim)

@@ -14,7 +14,7 @@ from stored_weights import random_groups
 from torch import Tensor
 
 from headrace.ops import reference
-from headrace.ops.cpu import block as cpu
+from headrace.ops.cpu import pieces
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.products import pack_product
 from headrace.ops.formats import Stored
@@ -136,9 +136,9 @@ def test_attention_sees_exactly_its_own_context(
     seed: int,
 ) -> None:  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_QUERY_BLOCK", blocks)
-        patch.setattr(cpu, "_GATHER_BYTES", gather)
-        patch.setattr(cpu, "_FUSED_TOKENS", 1000 if fused else 0)
+        patch.setattr(pieces, "_QUERY_BLOCK", blocks)
+        patch.setattr(pieces, "_GATHER_BYTES", gather)
+        patch.setattr(pieces, "_FUSED_TOKENS", 1000 if fused else 0)
         ops = make_ops(heads=heads[0], kv_heads=heads[1], page_size=page_size, window=window)
         with torch.inference_mode():
             ours, expected, pages, expected_pages = run_both(ops, rows, seed)
