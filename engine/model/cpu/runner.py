@@ -18,7 +18,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
-from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
@@ -39,7 +39,7 @@ from headrace.ops.cpu.step import CpuStep
 
 __all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops"]
 
-CpuDecoder: TypeAlias = Decoder[CpuLinear, CpuStep, CpuKv]
+CpuDecoder: TypeAlias = Network[CpuLinear, CpuStep, CpuKv]
 
 # Measured with oneDNN 3.12 on a CPU with AMX: bfloat16 products of more than 32 rows all sum in one order, and those of
 # fewer rows in another. 40 is the next number of rows that linear layers multiply (see sizes.py).

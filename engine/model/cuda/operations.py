@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.cuda.compiling import compiles
-from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
 from headrace.ops.cuda.arch import Arch
@@ -28,7 +28,7 @@ from headrace.ops.paged import KvScales
 
 __all__ = ["CudaDecoder", "cuda_ops", "head_shape", "kinds_of"]
 
-CudaDecoder: TypeAlias = Decoder[CudaProduct, CudaStep, Tensor]
+CudaDecoder: TypeAlias = Network[CudaProduct, CudaStep, Tensor]
 
 
 def head_shape(attention: Attention, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> HeadShape:

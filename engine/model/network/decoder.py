@@ -8,7 +8,7 @@ device can do both, and the product after them, at once. Next to read: mixers/at
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Generic, NamedTuple
+from typing import Final, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class _Layer(NamedTuple, Generic[Packed, Step, Kv]):
 
 class Decoder(Generic[Packed, Step, Kv]):
     """Embeddings, layers and output head of one model."""
+
+    is_foreign: Final = False
+    """Whether the layers are another library's, as `Network` says."""
 
     def __init__(
         self,

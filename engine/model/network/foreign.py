@@ -1,0 +1,93 @@
+"""`Network`: what a runner needs of a model, and `ForeignModel`: a model whose network is another library's.
+
+A runner knows nothing else of the layers: `Decoder` computes them here, and fallback/ leaves them to transformers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
+from headrace.engine.model.spec import DecoderSpec, MixerSpec
+from headrace.engine.stats import WeightPart
+
+__all__ = ["ForeignModel", "Network"]
+
+_Packed = TypeVar("_Packed", covariant=True)
+_Step = TypeVar("_Step", contravariant=True)
+_Kv = TypeVar("_Kv", contravariant=True)
+
+
+class Network(Protocol[_Packed, _Step, _Kv]):
+    """Protocol of a model on a device: embeddings, layers and output head."""
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The shape of the model."""
+        ...
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the layers are another library's, so that nobody knows whether a graph can capture them."""
+        ...
+
+    def hidden(
+        self,
+        tokens_N: Tensor,
+        steps: Mapping[MixerSpec, _Step],
+        kv: _Kv,
+        last_S: Tensor | None = None,
+        adapted: Mapping[MixerSpec, BlockOps[_Packed, _Step, _Kv]] | None = None,
+    ) -> Tensor:
+        """Return hidden states, [S, E], of the tokens `last_S`, or [N, E]; see `Decoder.hidden`."""
+        ...
+
+    def logits(
+        self, hidden_SE: Tensor, adapted: Mapping[MixerSpec, BlockOps[_Packed, _Step, _Kv]] | None = None
+    ) -> Tensor:
+        """Return float32 logits [S, V] of hidden states."""
+        ...
+
+
+class ForeignModel(ABC):
+    """A model that another library computes, before it is loaded."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> DecoderSpec:
+        """The shape of the model, as far as caches and schedulers need it."""
+
+    @property
+    @abstractmethod
+    def why(self) -> str:
+        """Sentence that says why the model has no native code here."""
+
+    @abstractmethod
+    def parts(self, dtype: torch.dtype) -> tuple[WeightPart, ...]:
+        """Return the formats of the weights in `dtype`, and their bytes."""
+
+    @abstractmethod
+    def open(
+        self,
+        ops: Mapping[MixerSpec, DeviceOps[Packed, Step, Kv]],
+        positions: Callable[[Step], Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Network[Packed, Step, Kv]:
+        """Load the weights and return the model.
+
+        Args:
+            ops: The device's operations, by each of the different mixers of `spec`.
+            positions: Returns the position of each of a step's tokens, [N].
+            dtype: Dtype of the weights and of what the module computes.
+            device: The device of the weights.
+
+        Raises:
+            ModelRejected: The weights cannot be used.
+        """
