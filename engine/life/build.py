@@ -209,6 +209,8 @@ def build_kernels(config: EngineConfig) -> BuiltKernels:
         with GgufFile(path) as gguf:
             return build_kernels(config, gguf.spec(), gguf, gpu)
     described = read_hf_config(path)
+    if (foreign := fallback_for(config, described, "random")) is not None:
+        return build_kernels(config, foreign.spec, foreign, gpu)
     if described.get("quantization_config") is None:
         return build_kernels(config, from_hf(described), "random", gpu)
     if not any(path.glob("*.safetensors")):

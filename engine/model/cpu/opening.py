@@ -87,13 +87,9 @@ def _make_runner(
     return CpuRunner(load, ops, capacity, threads, bank)
 
 
-def _foreign_loader(
-    model: ForeignModel, ops: dict[MixerSpec, CpuOps], dtype: torch.dtype
-) -> Callable[[], CpuDecoder]:
+def _foreign_loader(model: ForeignModel, ops: dict[MixerSpec, CpuOps], dtype: torch.dtype) -> Callable[[], CpuDecoder]:
     def load() -> CpuDecoder:
-        decoder: CpuDecoder = model.open(
-            ops, lambda step: step.positions_N, dtype=dtype, device=torch.device("cpu")
-        )
+        decoder: CpuDecoder = model.open(ops, lambda step: step.positions_N, dtype=dtype, device=torch.device("cpu"))
         return_freed_memory()
         return decoder
 

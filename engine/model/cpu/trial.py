@@ -84,9 +84,7 @@ def _in_pieces(small: SmallModel, texts: list[Tensor]) -> list[Tensor]:
     return [torch.cat(parts) for parts in pieces]
 
 
-def _steps(
-    network: CpuDecoder, ops: Mapping[MixerSpec, CpuOps], texts: list[Tensor]
-) -> Iterator[tuple[int, Tensor]]:
+def _steps(network: CpuDecoder, ops: Mapping[MixerSpec, CpuOps], texts: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
     """Yield (text, logits of some of its tokens) for each step and text."""
     wide = -(-max(len(ids_N) for ids_N in texts) // _PAGE)
     capacity = Capacity(

@@ -1,1 +1,1 @@
-"""Models without a family run by transformers' own modules, with headrace's pages, scheduler and samplers around them."""
+"""Models without a family: the transformers library's own modules compute their layers, over headrace's pages."""

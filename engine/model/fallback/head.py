@@ -1,4 +1,4 @@
-"""`split_head`: cuts a transformers model into the part that makes hidden states and the part that makes logits of them.
+"""`split_head`: cuts a transformers model into what makes hidden states and what makes logits of them.
 
 The second part is the model's own `forward` with a stand-in for the first, so that whatever the model does with its
 logits (a scale, a bound, a bias) is done.
@@ -54,7 +54,9 @@ def split_head(model: PreTrainedModel, *, has_head: bool) -> tuple[PreTrainedMod
     if base is model or not isinstance(base, PreTrainedModel) or getattr(model, prefix, None) is not base:
         name = type(model).__name__
         raise ModelRejected(
-            f"architectures: transformers' {name} is not a model with a head behind it", field="architectures", value=name
+            f"architectures: transformers' {name} is not a model with a head behind it",
+            field="architectures",
+            value=name,
         )
     setattr(model, prefix, _Given())
 

@@ -7,25 +7,24 @@ refused, as everywhere in headrace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from headrace.adapters.untrusted import plain
 from headrace.engine.errors import ModelRejected
+from headrace.engine.model.checkpoint.parameters import Empty
 from headrace.engine.model.fallback.config import ModelClass
 from headrace.engine.model.fallback.interface import ATTENTION
 
-__all__ = ["Empty", "check_files", "load_module", "moved", "random_module"]
+__all__ = ["check_files", "evaluating", "load_module", "made", "moved", "random_module"]
 
-Empty: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes tensors on the device of the model, always in the same order."""
 _ADAPTER = "adapter_config.json"
 
 
@@ -52,7 +51,8 @@ def load_module(found: ModelClass, folder: Path, dtype: torch.dtype) -> PreTrain
     check_files(folder)
     try:
         with _quietly():
-            model, told = found.kind.from_pretrained(
+            # Typed as a model alone, which is not what comes with `output_loading_info`.
+            loaded: Any = found.kind.from_pretrained(
                 folder,
                 config=found.copied(),
                 dtype=dtype,
@@ -66,36 +66,48 @@ def load_module(found: ModelClass, folder: Path, dtype: torch.dtype) -> PreTrain
     except Exception as error:  # a stranger's files in another library's reader
         shown = plain(f"{type(error).__name__}: {error}".split("\n")[0])
         raise ModelRejected(f"weights: transformers cannot load them: {shown}", field="weights") from error
+    model: PreTrainedModel = loaded[0]
+    told: Mapping[str, Iterable[object]] = loaded[1]
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, told[problem]))
         if names:
             shown = ", ".join(names[:5])
             raise ModelRejected(f"weights: {problem.replace('_', ' ')}: {plain(shown)}", field=names[0])
     _check_finite(model)
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    return evaluating(model)
 
 
 def random_module(found: ModelClass, dtype: torch.dtype, seed: int, attention: str = ATTENTION) -> PreTrainedModel:
     """Return the module of a model on the CPU with the random weights that transformers gives to it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = found.kind._from_config(found.copied(), attn_implementation=attention, dtype=dtype)
-    return model.eval()
+        return made(found.kind, found.copied(), attention, dtype)
+
+
+def made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a module with the weights that it has at first, on torch's default device."""
+    make: Callable[..., PreTrainedModel] = kind._from_config  # untyped
+    return evaluating(make(config, attn_implementation=attention, dtype=dtype))
+
+
+def evaluating(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the same module, which neither drops anything at random nor learns from now on."""
+    model.train(False)
+    return model.requires_grad_(False)
 
 
 def moved(model: PreTrainedModel, device: torch.device, empty: Empty) -> PreTrainedModel:
     """Put the weights of a module, one after the other, into tensors of `empty`, and what it computed on `device`."""
-    made: dict[Tensor, nn.Parameter] = {}
+    copies: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if parameter not in made:
+            if parameter not in copies:
                 there = empty(parameter.shape, parameter.dtype)
                 there.copy_(parameter.detach())
-                made[parameter] = nn.Parameter(there, requires_grad=False)
-            module._parameters[name] = made[parameter]
+                copies[parameter] = nn.Parameter(there, requires_grad=False)
+            module._parameters[name] = copies[parameter]
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
     return model
@@ -105,12 +117,14 @@ def moved(model: PreTrainedModel, device: torch.device, empty: Empty) -> PreTrai
 def _quietly() -> Iterator[None]:
     """Keep transformers from drawing a progress bar of its own."""
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    hide: Callable[[], None] = logging.disable_progress_bar  # untyped
+    show: Callable[[], None] = logging.enable_progress_bar
+    hide()
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            show()
 
 
 def _check_finite(model: nn.Module) -> None:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from headrace.adapters.untrusted import refuse
-from headrace.engine.model.checkpoint.weight_parts import WeightSum, name_of
+from headrace.engine.model.checkpoint.parameters import Empty
+from headrace.engine.model.checkpoint.weight_parts import WeightSum
 from headrace.engine.model.fallback.config import ModelClass, model_class
-from headrace.engine.model.fallback.interface import ATTENTION
-from headrace.engine.model.fallback.loading import Empty, load_module, moved, random_module
+from headrace.engine.model.fallback.loading import load_module, moved, random_module
 from headrace.engine.model.fallback.network import FallbackDecoder
-from headrace.engine.model.fallback.tracing import Traced, build_blank, trace
-from headrace.engine.model.network.foreign import ForeignModel
-from headrace.engine.model.network.operations import DeviceOps, Kv, Packed, Step
+from headrace.engine.model.fallback.tracing import Traced, build_blank, embedding_of, trace
+from headrace.engine.model.network.foreign import ForeignModel, ForeignOps
+from headrace.engine.model.network.operations import Kv, Packed, Step
 from headrace.engine.model.roles import Fused, Names
 from headrace.engine.model.rope import UNROTATED
 from headrace.engine.model.spec import LIMITS, DecoderSpec, FeedSpec, LayerSpec, MixerSpec, Norms
@@ -100,7 +100,7 @@ class FallbackModel(ForeignModel):
 
     def open(
         self,
-        ops: Mapping[MixerSpec, DeviceOps[Packed, Step, Kv]],
+        ops: Mapping[MixerSpec, ForeignOps[Packed, Step, Kv]],
         positions: Callable[[Step], Tensor],
         *,
         dtype: torch.dtype,
@@ -111,13 +111,19 @@ class FallbackModel(ForeignModel):
 
         The other arguments and the errors are those of `ForeignModel.open`.
         """
-        if self._source == "random":
-            module = random_module(self.found, dtype, self._seed)
-        else:
-            module = load_module(self.found, self._source, dtype)
+        module = self._module(dtype)
         if empty is not None:
             module = moved(module, device, empty)
         return FallbackDecoder(self._spec, module, self.traced.modules, ops, positions)
+
+    def reload(self, *, dtype: torch.dtype, device: torch.device, empty: Empty) -> None:
+        """Read the weights once more into the tensors of `empty`."""
+        moved(self._module(dtype), device, empty)
+
+    def _module(self, dtype: torch.dtype) -> PreTrainedModel:
+        if self._source == "random":
+            return random_module(self.found, dtype, self._seed)
+        return load_module(self.found, self._source, dtype)
 
 
 def _spec(found: ModelClass, traced: Traced) -> DecoderSpec:
@@ -128,7 +134,7 @@ def _spec(found: ModelClass, traced: Traced) -> DecoderSpec:
     """
     config = found.config
     context = getattr(config, "max_position_embeddings", None)
-    sizes = {"max_context": context, "hidden_size": traced.hidden_size, "vocab_size": traced.vocab_size}
+    sizes: dict[str, Any] = {"max_context": context, "hidden_size": traced.hidden_size, "vocab_size": traced.vocab_size}
     for name, size in {**sizes, "num_layers": len(traced.layers)}.items():
         if not isinstance(size, int) or not 1 <= size <= LIMITS[name]:
             field = "max_position_embeddings" if name == "max_context" else name
@@ -137,7 +143,9 @@ def _spec(found: ModelClass, traced: Traced) -> DecoderSpec:
         architecture=found.kind.__name__,
         layers=tuple(LayerSpec(attention, _ForeignFeed(), _NORMS) for attention in traced.layers),
         ropes=(UNROTATED,),
-        **sizes,
+        hidden_size=traced.hidden_size,
+        vocab_size=traced.vocab_size,
+        max_context=sizes["max_context"],
         norm_eps=_NORMS.epsilon,
         tied_head=not found.has_head or bool(getattr(config, "tie_word_embeddings", False)),
         names=_NO_NAMES,
@@ -147,18 +155,21 @@ def _spec(found: ModelClass, traced: Traced) -> DecoderSpec:
     return spec
 
 
-def _sizes_of(model: nn.Module) -> dict[ModelPart, int]:
+def _sizes_of(model: PreTrainedModel) -> dict[ModelPart, int]:
     """Return the number of weights of each part of a module; a head that is the embedding counts once."""
     sizes: dict[ModelPart, int] = {}
-    ends = {model.get_input_embeddings().weight: "embedding"}
-    head = model.get_output_embeddings()
-    if head is not None and head.weight not in ends:
-        ends[head.weight] = "head"
+    ends: dict[Tensor, ModelPart] = {embedding_of(model): "embedding"}
+    find_head: Callable[[], Any] = model.get_output_embeddings  # untyped
+    head = find_head()
+    if head is not None:
+        ends.setdefault(head.weight, "head")
     for name, parameter in model.named_parameters():
-        part = ends.get(parameter) or ("other" if parameter.dim() < 2 else _part(name))
+        part = ends.get(parameter) or _part(name, parameter)
         sizes[part] = sizes.get(part, 0) + parameter.numel()
     return sizes
 
 
-def _part(name: str) -> ModelPart:
+def _part(name: str, parameter: Tensor) -> ModelPart:
+    if parameter.dim() < 2:
+        return "other"
     return "attention" if "attn" in name or "attention" in name else "feed-forward"

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from headrace.engine.model.fallback.head import split_head
 from headrace.engine.model.fallback.interface import Call, attach
-from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
+from headrace.engine.model.network.foreign import ForeignOps
+from headrace.engine.model.network.operations import BlockOps, Kv, Packed, Step
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 
 __all__ = ["FallbackDecoder"]
@@ -35,7 +35,7 @@ class _Now(Generic[Step, Kv]):
 class _Layer(Generic[Packed, Step, Kv]):
     """The attention of one layer."""
 
-    def __init__(self, number: int, mixer: MixerSpec, ops: DeviceOps[Packed, Step, Kv], now: _Now[Step, Kv]) -> None:
+    def __init__(self, number: int, mixer: MixerSpec, ops: ForeignOps[Packed, Step, Kv], now: _Now[Step, Kv]) -> None:
         self._number, self._mixer, self._ops, self._now = number, mixer, ops, now
 
     def __call__(self, call: Call) -> Tensor:
@@ -46,8 +46,8 @@ class _Layer(Generic[Packed, Step, Kv]):
         v_1KND, of_value = call.v_1KND, call.v_1KND.shape[3]
         if of_value < size:
             v_1KND = functional.pad(v_1KND, (0, size - of_value))  # pages have one size of heads
-        parts = (part[0].transpose(0, 1).reshape(tokens, -1) for part in (call.q_1HND, call.k_1KND, v_1KND))
-        qkv_NX = torch.cat(tuple(parts), 1)
+        parts = (part[0].transpose(0, 1) for part in (call.q_1HND, call.k_1KND, v_1KND))
+        qkv_NX = self._ops.side_by_side(*parts)
         o_NX = self._ops.attend_with(qkv_NX, None, steps[self._mixer], kv, self._number)
         o_1NHD = o_NX.to(call.q_1HND.dtype).view(1, tokens, heads, size)
         return o_1NHD[..., :of_value]
@@ -63,7 +63,7 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
         spec: DecoderSpec,
         model: PreTrainedModel,
         modules: tuple[str, ...],
-        ops: Mapping[MixerSpec, DeviceOps[Packed, Step, Kv]],
+        ops: Mapping[MixerSpec, ForeignOps[Packed, Step, Kv]],
         positions: Callable[[Step], Tensor],
     ) -> None:
         """Take over `model`.
@@ -76,7 +76,7 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
             positions: Returns the position of each of a step's tokens, [N].
         """
         self.spec: Final = spec
-        self.model = model.eval().requires_grad_(False)
+        self.model = model
         self._base, self._head = split_head(model, has_head=spec.has_head)
         self._positions, self._kind = positions, spec.layers[0].mixer
         self._now: _Now[Step, Kv] = _Now()

@@ -20,7 +20,9 @@ from headrace.engine.model.fallback.interface import ATTENTION
 from headrace.engine.model.fallback.loading import random_module
 from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.fallback.network import FallbackDecoder
-from headrace.engine.model.network.operations import DeviceOps, Kv, Packed, Step
+from headrace.engine.model.network.foreign import ForeignOps
+from headrace.engine.model.network.operations import Kv, Packed, Step
+from headrace.engine.model.shared.memory import free_host_bytes
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 
 __all__ = ["SmallModel", "small_model"]
@@ -66,6 +68,9 @@ class SmallModel:
         """
         self.origin = origin
         self._model = FallbackModel(origin.found._replace(config=config), "random")
+        needed, free = 2 * sum(part.nbytes for part in self._model.parts(torch.float32)), free_host_bytes() // 4
+        if needed > free:
+            raise MemoryError(f"a model of two layers takes {needed} bytes, and {free} may be used")
         self._plain = random_module(self._model.found, torch.float32, 0, "eager")
         _shake(self._plain)
         self.module: PreTrainedModel = random_module(self._model.found, torch.float32, 0, ATTENTION)
@@ -84,7 +89,7 @@ class SmallModel:
         return result[0].float()
 
     def paged(
-        self, ops: Mapping[MixerSpec, DeviceOps[Packed, Step, Kv]], positions: Callable[[Step], Tensor]
+        self, ops: Mapping[MixerSpec, ForeignOps[Packed, Step, Kv]], positions: Callable[[Step], Tensor]
     ) -> FallbackDecoder[Packed, Step, Kv]:
         """Return the model as the fallback computes it; arguments are those of `FallbackDecoder`."""
         return FallbackDecoder(self.spec, self.module, self._model.traced.modules, ops, positions)
@@ -121,18 +126,31 @@ def _configs(model: FallbackModel) -> Iterator[PreTrainedConfig]:
         names = {config.attribute_map.get(name, name): size for name, size in sizes.items()}
         for name, size in names.items():
             if isinstance(own.get(name), int) and own[name] > size:
-                setattr(config, name, _groups(config, size) if name == "num_key_value_heads" else size)
+                setattr(config, name, size)
+        if sizes is _SMALL:
+            _match_heads(config, model)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(config, name, None)
+            _forget(config, name)
         if isinstance(getattr(config, "sliding_window", None), int):
             config.sliding_window = _WINDOW
         yield config
 
 
-def _groups(config: PreTrainedConfig, size: int) -> int:
-    """Return key heads: as many as query heads where the model has so, or one."""
-    has_all = config.num_key_value_heads == config.num_attention_heads
-    return config.num_attention_heads if has_all else min(size, config.num_key_value_heads)
+def _match_heads(config: PreTrainedConfig, model: FallbackModel) -> None:
+    """Give each query head its own key head where the model does so; let what is rotated have the size of its part."""
+    attention = model.traced.layers[0]
+    if attention.heads == attention.kv_heads and getattr(config, "num_key_value_heads", None) is not None:
+        config.num_key_value_heads = config.num_attention_heads
+    if hasattr(config, "qk_rope_head_dim") and hasattr(config, "head_dim"):
+        config.head_dim = config.qk_rope_head_dim  # what is rotated, in models with a part that is not
+
+
+def _forget(config: PreTrainedConfig, name: str) -> None:
+    """Take back a special token, whose id a smaller vocabulary would lack."""
+    try:
+        setattr(config, name, None)
+    except Exception:  # some configurations want an id
+        setattr(config, name, 1)
 
 
 def _chosen(model: FallbackModel) -> list[int]:

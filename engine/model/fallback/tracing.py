@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.model.fallback.config import ModelClass
 from headrace.engine.model.fallback.head import split_head
 from headrace.engine.model.fallback.interface import TRACED_ATTENTION, Call, Mask, attach
+from headrace.engine.model.fallback.loading import made
 from headrace.engine.model.spec import Attention, SoftcappedAttention
 
-__all__ = ["Traced", "build_blank", "trace"]
+__all__ = ["Traced", "build_blank", "embedding_of", "trace"]
 
 _TOKENS: Final = 3
 _FAR: Final = 1 << 14  # positions behind which a mask is asked whether it has a window
@@ -56,10 +57,9 @@ def build_blank(found: ModelClass, attention: str = TRACED_ATTENTION) -> PreTrai
     config._experts_implementation = "batched_mm"  # the one way of experts that looks at no numbers
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = found.kind._from_config(config, attn_implementation=attention)
+            return made(found.kind, config, attention, torch.float32)
     except Exception as error:  # a stranger's values in another library's constructors
         _fail(found, "cannot be made of this config", error)
-    return model.eval()
 
 
 def trace(found: ModelClass, model: PreTrainedModel) -> Traced:
@@ -86,11 +86,18 @@ def trace(found: ModelClass, model: PreTrainedModel) -> Traced:
     with torch.inference_mode():
         hidden_1NE = _attempt(found, lambda: _run(base))
         logits_1NV = hidden_1NE if head is None else _attempt(found, lambda: head(hidden_1NE))
-    vocab = base.get_input_embeddings().weight.shape[0] if head is None else logits_1NV.shape[-1]
+    vocab = embedding_of(base).shape[0] if head is None else logits_1NV.shape[-1]
     names = {module: name for name, module in base.named_modules()}
     layers = tuple(_attention(found, names.get(call.module, ""), call) for call in calls)
     _check_layers(found, base, calls)
     return Traced(layers, tuple(names[call.module] for call in calls), hidden_1NE.shape[-1], vocab)
+
+
+def embedding_of(model: PreTrainedModel) -> Tensor:
+    """Return the embeddings of the tokens, [V, E]."""
+    embedding: Any = model.get_input_embeddings()  # a module of which transformers says no more
+    weight: Tensor = embedding.weight
+    return weight
 
 
 def _run(base: nn.Module) -> Tensor:
@@ -152,9 +159,10 @@ def _of_shapes(found: ModelClass, name: str, call: Call, window: int | None) -> 
         shapes = f"queries {heads} x {size}, keys {keys[1]} x {keys[3]}, values {values[1]} x {values[3]}"
         _refuse(found, name, shapes, "query heads that share key heads evenly, and values no larger than keys")
     scale, cap = call.options.get("scaling"), call.options.get("softcap")
-    common = {"heads": heads, "kv_heads": keys[1], "head_dim": size, "window": window}
-    scale = None if scale is None else float(scale)
-    return Attention(**common, scale=scale) if cap is None else SoftcappedAttention(**common, scale=scale, cap=cap)
+    plain = Attention(heads, keys[1], size, window=window, scale=None if scale is None else float(scale))
+    return (
+        plain if cap is None else SoftcappedAttention(heads, keys[1], size, window=window, scale=plain.scale, cap=cap)
+    )
 
 
 def _window(found: ModelClass, name: str, mask: object) -> int | None:

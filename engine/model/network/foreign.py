@@ -12,15 +12,16 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from headrace.engine.model.checkpoint.parameters import Empty
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.stats import WeightPart
 
-__all__ = ["ForeignModel", "Network"]
+__all__ = ["ForeignModel", "ForeignOps", "Network"]
 
 _Packed = TypeVar("_Packed", covariant=True)
-_Step = TypeVar("_Step", contravariant=True)
-_Kv = TypeVar("_Kv", contravariant=True)
+_Step = TypeVar("_Step")
+_Kv = TypeVar("_Kv")
 
 
 class Network(Protocol[_Packed, _Step, _Kv]):
@@ -54,6 +55,14 @@ class Network(Protocol[_Packed, _Step, _Kv]):
         ...
 
 
+class ForeignOps(DeviceOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
+    """Protocol of a device's operations for layers that another library computes."""
+
+    def side_by_side(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        """Return queries, keys and values, computed elsewhere, as `attend_with` takes them: [N, (H + 2 * K) * D]."""
+        ...
+
+
 class ForeignModel(ABC):
     """A model that another library computes, before it is loaded."""
 
@@ -74,11 +83,12 @@ class ForeignModel(ABC):
     @abstractmethod
     def open(
         self,
-        ops: Mapping[MixerSpec, DeviceOps[Packed, Step, Kv]],
+        ops: Mapping[MixerSpec, ForeignOps[Packed, Step, Kv]],
         positions: Callable[[Step], Tensor],
         *,
         dtype: torch.dtype,
         device: torch.device,
+        empty: Empty | None = None,
     ) -> Network[Packed, Step, Kv]:
         """Load the weights and return the model.
 
@@ -87,7 +97,12 @@ class ForeignModel(ABC):
             positions: Returns the position of each of a step's tokens, [N].
             dtype: Dtype of the weights and of what the module computes.
             device: The device of the weights.
+            empty: Makes all tensors of weights, always in the same order; None leaves them where they were read.
 
         Raises:
             ModelRejected: The weights cannot be used.
         """
+
+    @abstractmethod
+    def reload(self, *, dtype: torch.dtype, device: torch.device, empty: Empty) -> None:
+        """Read the weights once more into the tensors of `empty`; arguments and errors are those of `open`."""
