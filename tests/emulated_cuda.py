@@ -276,7 +276,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        if name in ("aten::_local_scalar_dense", "aten::is_nonzero"):
+        if name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::item"):
             raise RuntimeError(f"{name} is not permitted while a graph is captured")
         if func._schema.is_mutable:
             self.operations.append(lambda: func(*args, **kwargs))

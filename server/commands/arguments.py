@@ -13,6 +13,7 @@ __all__ = [
     "DeviceOption",
     "DtypeOption",
     "FileOption",
+    "ImplementationOption",
     "JsonOption",
     "ModelArgument",
     "QuantizeHeadOption",
@@ -41,6 +42,14 @@ ModelArgument = Annotated[
 FileOption = Annotated[
     str | None,
     typer.Option(help="Name or pattern, such as '*Q4_K_M.gguf', of the GGUF file in the model's folder or repository."),
+]
+ImplementationOption = Annotated[
+    Literal["auto", "native", "transformers"],
+    typer.Option(
+        "--model-impl",
+        help="Who computes the layers: native is headrace, transformers is that library's own module, which is slower; "
+        "auto is native for families that headrace knows.",
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
 DtypeOption = Annotated[

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from itertools import accumulate
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.cpu.rows import CpuRows
-from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops
+from headrace.engine.model.cpu.runner import cpu_ops
 from headrace.engine.model.cpu.sizing import runs_native
 from headrace.engine.model.fallback.model import FallbackModel
+from headrace.engine.model.fallback.network import FallbackDecoder
 from headrace.engine.model.fallback.small import SmallModel, small_model
 from headrace.engine.model.fallback.state import changed, state_of
 from headrace.engine.model.spec import MixerSpec
@@ -28,9 +29,13 @@ from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPla
 from headrace.engine.scheduling.request import Request
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.kv import CpuKv
+from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.native.library import Context
+from headrace.ops.cpu.step import CpuStep
 
 __all__ = ["try_fallback"]
+
+_Paged: TypeAlias = FallbackDecoder[CpuLinear, CpuStep, CpuKv]
 
 _PAGE: Final = 4
 _CUTS: Final = ((8, 9, 1, 1, 4), (8, 1, 2, 1, 2))
@@ -66,7 +71,7 @@ def try_fallback(model: FallbackModel) -> None:
 
 
 def _in_pieces(small: SmallModel, texts: list[Tensor]) -> list[Tensor]:
-    """Return the logits of all tokens of each text, [N, V], computed side by side over pages."""
+    """Return what `SmallModel.whole` returns of each text, computed side by side over pages."""
     spec = small.spec
     context = Context(1) if runs_native(spec) else None
     positions = max(len(ids_N) for ids_N in texts)
@@ -74,18 +79,18 @@ def _in_pieces(small: SmallModel, texts: list[Tensor]) -> list[Tensor]:
     with ExitStack() as opened:
         for each in ops.values():
             opened.enter_context(closing(each))
-        network: CpuDecoder = small.paged(ops, lambda step: step.positions_N)
-        before = state_of(small.module)
+        network: _Paged = small.paged(ops, lambda step: step.positions_N)
+        before = state_of(network.base)
         pieces: list[list[Tensor]] = [[] for _ in texts]
-        for row, logits_NV in _steps(network, ops, texts):
-            pieces[row].append(logits_NV)
-        if (name := changed(before, small.module)) is not None:
+        for row, result_NX in _steps(network, ops, texts):
+            pieces[row].append(result_NX)
+        if (name := changed(before, network.base)) is not None:
             _refuse(small.origin, f"keeps state from one call to the next, in {name}")
     return [torch.cat(parts) for parts in pieces]
 
 
-def _steps(network: CpuDecoder, ops: Mapping[MixerSpec, CpuOps], texts: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Yield (text, logits of some of its tokens) for each step and text."""
+def _steps(network: _Paged, ops: Mapping[MixerSpec, CpuOps], texts: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yield (text, results of some of its tokens) for each step and text."""
     wide = -(-max(len(ids_N) for ids_N in texts) // _PAGE)
     capacity = Capacity(
         num_pages=len(texts) * wide,
@@ -112,10 +117,12 @@ def _steps(network: CpuDecoder, ops: Mapping[MixerSpec, CpuOps], texts: list[Ten
             done[row] += count
         batch = rows.batch(works)
         steps = {mixer: each.prepare(batch.paged) for mixer, each in ops.items()}
-        logits_NV = network.logits(network.hidden(batch.tokens_N, steps, kv))
+        result_NX = network.hidden(batch.tokens_N, steps, kv)
+        if network.spec.has_head:
+            result_NX = network.logits(result_NX)
         for index, last in zip(batch.samplers, batch.last_S.tolist(), strict=True):
             work = works[index]
-            yield work.row, logits_NV[last + 1 - work.num_tokens : last + 1]
+            yield work.row, result_NX[last + 1 - work.num_tokens : last + 1]
 
 
 def _refuse(model: FallbackModel, why: str) -> NoReturn:

@@ -76,12 +76,11 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
             positions: Returns the position of each of a step's tokens, [N].
         """
         self.spec: Final = spec
-        self.model = model
-        self._base, self._head = split_head(model, has_head=spec.has_head)
+        self.base, self._head = split_head(model, has_head=spec.has_head)
         self._positions, self._kind = positions, spec.layers[0].mixer
         self._now: _Now[Step, Kv] = _Now()
         for number, (name, layer) in enumerate(zip(modules, spec.layers, strict=True)):
-            attach([self._base.get_submodule(name)], _Layer(number, layer.mixer, ops[layer.mixer], self._now))
+            attach([self.base.get_submodule(name)], _Layer(number, layer.mixer, ops[layer.mixer], self._now))
 
     def hidden(
         self,
@@ -98,7 +97,7 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
             positions_N = functional.pad(positions_N, (0, len(tokens_N) - len(positions_N)))
         self._now.steps, self._now.kv = steps, kv
         try:
-            found = self._base(input_ids=tokens_N.long()[None], position_ids=positions_N[None], use_cache=False)
+            found = self.base(input_ids=tokens_N.long()[None], position_ids=positions_N[None], use_cache=False)
         finally:
             self._now.steps = self._now.kv = None
         hidden_NE: Tensor = found.last_hidden_state[0]

@@ -28,7 +28,7 @@ def state_of(module: nn.Module) -> State:
 def changed(before: State, module: nn.Module) -> str | None:
     """Return the name of what is not as it was when `state_of` returned `before`; None if all is."""
     now = state_of(module)
-    for name in before.keys() | now.keys():
+    for name in (*before, *now):
         if name not in before or name not in now:
             return name
         (old, old_mark), (new, new_mark) = before[name], now[name]

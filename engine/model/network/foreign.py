@@ -22,6 +22,8 @@ __all__ = ["ForeignModel", "ForeignOps", "Network"]
 _Packed = TypeVar("_Packed", covariant=True)
 _Step = TypeVar("_Step")
 _Kv = TypeVar("_Kv")
+_UsedStep = TypeVar("_UsedStep", contravariant=True)
+_UsedKv = TypeVar("_UsedKv", contravariant=True)
 
 
 class Network(Protocol[_Packed, _Step, _Kv]):
@@ -55,7 +57,7 @@ class Network(Protocol[_Packed, _Step, _Kv]):
         ...
 
 
-class ForeignOps(DeviceOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
+class ForeignOps(DeviceOps[Packed, _UsedStep, _UsedKv], Protocol[Packed, _UsedStep, _UsedKv]):
     """Protocol of a device's operations for layers that another library computes."""
 
     def side_by_side(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
