@@ -138,7 +138,7 @@ def _fallback(config: EngineConfig, described: Mapping[str, object], path: Path)
     if model is not None:
         from headrace.engine.model.cpu.trial import try_fallback  # imports transformers' models
 
-        try_fallback(model)
+        model.packs = try_fallback(model)
         logger.info("transformers' module computes the layers of this model: %s", model.why)
     return model
 

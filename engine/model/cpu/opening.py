@@ -88,8 +88,16 @@ def _make_runner(
 
 
 def _foreign_loader(model: ForeignModel, ops: dict[MixerSpec, CpuOps], dtype: torch.dtype) -> Callable[[], CpuDecoder]:
+    is_native = any(isinstance(each, NativeOps) for each in ops.values())
+
     def load() -> CpuDecoder:
-        decoder: CpuDecoder = model.open(ops, lambda step: step.positions_N, dtype=dtype, device=torch.device("cpu"))
+        decoder: CpuDecoder = model.open(
+            ops,
+            lambda step: step.positions_N,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            activations=torch.float32 if is_native else None,
+        )
         return_freed_memory()
         return decoder
 

@@ -41,11 +41,16 @@ _PAGE: Final = 4
 _CUTS: Final = ((8, 9, 1, 1, 4), (8, 1, 2, 1, 2))
 """Tokens of each text in each step."""
 _TOLERANCE: Final = 1e-4
-"""Largest difference of logits in float32, in units of the largest logit or of 1."""
+"""Largest difference of results in float32, in units of the largest one or of 1."""
+_ROUNDED: Final = 0.1
+"""Largest error of most tokens, in the same units, where products round their inputs to bfloat16."""
 
 
-def try_fallback(model: FallbackModel) -> None:
+def try_fallback(model: FallbackModel) -> bool:
     """Compare what the fallback and transformers compute for a small model of the kind of `model`.
+
+    Returns:
+        Whether the module computes the same with products that the CPU packs.
 
     Raises:
         ModelRejected: They differ, the module keeps state from one call to the next, or no such model can be made.
@@ -55,31 +60,62 @@ def try_fallback(model: FallbackModel) -> None:
         generator = torch.Generator().manual_seed(3)
         texts = [torch.randint(small.spec.vocab_size, (sum(cuts),), generator=generator) for cuts in _CUTS]
         expected = [small.whole(ids_N) for ids_N in texts]
-        found = _in_pieces(small, texts)
-    for row, (wanted_NV, got_NV) in enumerate(zip(expected, found, strict=True)):
-        unit = max(1.0, float(wanted_NV.abs().max()))
-        error_N = (wanted_NV - got_NV).abs().amax(1) / unit
+        if (why := _differs(expected, _in_pieces(small, texts))) is not None:
+            _refuse(model, why)
+        return _packs(small, texts, expected)
+
+
+def _packs(small: SmallModel, texts: list[Tensor], expected: list[Tensor]) -> bool:
+    """Return whether the module works with packed products: exactly in float32, about so with weights in bfloat16."""
+    if not runs_native(small.spec):
+        return False
+    try:
+        exact = _in_pieces(small, texts, activations=torch.float32)
+        rounded = _in_pieces(small, texts, dtype=torch.bfloat16, activations=torch.float32)
+    except Exception:  # another library's code, whose linear layers are not what it expects
+        return False
+    if _differs(expected, exact) is not None:
+        return False
+    # Rounding may send a token to another expert, so that some results may differ.
+    error_N = torch.cat([_error(wanted_NX, got_NX) for wanted_NX, got_NX in zip(expected, rounded, strict=True)])
+    return bool(error_N.median() <= _ROUNDED)
+
+
+def _error(wanted_NX: Tensor, got_NX: Tensor) -> Tensor:
+    """Return the largest error of each token, [N], in units of the largest result or of 1."""
+    return (wanted_NX - got_NX).abs().amax(1) / max(1.0, float(wanted_NX.abs().max()))
+
+
+def _differs(expected: list[Tensor], found: list[Tensor]) -> str | None:
+    """Return where results differ; None if they do not."""
+    for row, (wanted_NX, got_NX) in enumerate(zip(expected, found, strict=True)):
+        error_N = _error(wanted_NX, got_NX)
         wrong = (~(error_N <= _TOLERANCE)).nonzero()
         if len(wrong):
             at = int(wrong[0])
             step = sum(end <= at for end in accumulate(_CUTS[row]))
-            _refuse(
-                model,
-                f"differs over pages: {float(error_N[at]):.2g} of the largest logit at token {at} of text {row}, in "
-                f"step {step} ({_CUTS[row][step]} tokens of it), where {_TOLERANCE:g} is allowed",
+            return (
+                f"differs over pages: {float(error_N[at]):.2g} of the largest number at token {at} of text {row}, in "
+                f"step {step} ({_CUTS[row][step]} tokens of it), where {_TOLERANCE:g} is allowed"
             )
+    return None
 
 
-def _in_pieces(small: SmallModel, texts: list[Tensor]) -> list[Tensor]:
+def _in_pieces(
+    small: SmallModel,
+    texts: list[Tensor],
+    dtype: torch.dtype = torch.float32,
+    activations: torch.dtype | None = None,
+) -> list[Tensor]:
     """Return what `SmallModel.whole` returns of each text, computed side by side over pages."""
     spec = small.spec
     context = Context(1) if runs_native(spec) else None
     positions = max(len(ids_N) for ids_N in texts)
-    ops = cpu_ops(spec, page_size=_PAGE, max_positions=positions, dtype=torch.float32, context=context)
+    ops = cpu_ops(spec, page_size=_PAGE, max_positions=positions, dtype=dtype, context=context)
     with ExitStack() as opened:
         for each in ops.values():
             opened.enter_context(closing(each))
-        network: _Paged = small.paged(ops, lambda step: step.positions_N)
+        network: _Paged = small.paged(ops, lambda step: step.positions_N, dtype=dtype, activations=activations)
         before = state_of(network.base)
         pieces: list[list[Tensor]] = [[] for _ in texts]
         for row, result_NX in _steps(network, ops, texts):

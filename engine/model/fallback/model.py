@@ -69,6 +69,8 @@ class FallbackModel(ForeignModel):
             ModelRejected: The module cannot be run over paged keys and values; the error says why.
         """
         self.found, self._source, self._seed, self._why = found, source, seed, why
+        self.packs = False
+        """Whether a device may compute the module's products; a trial finds out."""
         blank = build_blank(found)
         self._sizes = _sizes_of(blank)
         self.traced = trace(found, blank)
@@ -106,6 +108,7 @@ class FallbackModel(ForeignModel):
         dtype: torch.dtype,
         device: torch.device,
         empty: Empty | None = None,
+        activations: torch.dtype | None = None,
     ) -> FallbackDecoder[Packed, Step, Kv]:
         """Load the weights and return the model, whose weights are in tensors of `empty` if it is given.
 
@@ -114,7 +117,8 @@ class FallbackModel(ForeignModel):
         module = self._module(dtype)
         if empty is not None:
             module = moved(module, device, empty)
-        return FallbackDecoder(self._spec, module, self.traced.modules, ops, positions)
+        preferred = activations if self.packs else None
+        return FallbackDecoder(self._spec, module, self.traced.modules, ops, positions, activations=preferred)
 
     def reload(self, *, dtype: torch.dtype, device: torch.device, empty: Empty) -> None:
         """Read the weights once more into the tensors of `empty`."""

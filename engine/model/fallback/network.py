@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from headrace.engine.model.fallback.head import split_head
 from headrace.engine.model.fallback.interface import Call, attach
+from headrace.engine.model.fallback.products import pack_products
 from headrace.engine.model.network.foreign import ForeignOps
 from headrace.engine.model.network.operations import BlockOps, Kv, Packed, Step
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
@@ -65,6 +67,8 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
         modules: tuple[str, ...],
         ops: Mapping[MixerSpec, ForeignOps[Packed, Step, Kv]],
         positions: Callable[[Step], Tensor],
+        *,
+        activations: torch.dtype | None = None,
     ) -> None:
         """Take over `model`.
 
@@ -74,9 +78,13 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
             modules: Names, within the module without its head, of the modules whose attention is that of each layer.
             ops: The device's operations, by each of the different mixers of `spec`. They must not rotate heads.
             positions: Returns the position of each of a step's tokens, [N].
+            activations: Dtype that the device prefers for activations, to give it the module's products; None leaves
+                these to torch.
         """
         self.spec: Final = spec
         self.base, self._head = split_head(model, has_head=spec.has_head)
+        if activations is not None:
+            pack_products(model, self.base, ops[spec.layers[0].mixer], activations)
         self._positions, self._kind = positions, spec.layers[0].mixer
         self._now: _Now[Step, Kv] = _Now()
         for number, (name, layer) in enumerate(zip(modules, spec.layers, strict=True)):

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from headrace.adapters.untrusted import plain
 from headrace.engine.errors import ModelRejected
@@ -73,8 +73,6 @@ class SmallModel:
             raise MemoryError(f"a model of two layers takes {needed} bytes, and {free} may be used")
         self._plain = random_module(self._model.found, torch.float32, 0, "eager")
         _shake(self._plain)
-        self.module: PreTrainedModel = random_module(self._model.found, torch.float32, 0, ATTENTION)
-        self.module.load_state_dict(self._plain.state_dict())
         self.whole(torch.arange(3))
 
     @property
@@ -89,10 +87,21 @@ class SmallModel:
         return result[0].float()
 
     def paged(
-        self, ops: Mapping[MixerSpec, ForeignOps[Packed, Step, Kv]], positions: Callable[[Step], Tensor]
+        self,
+        ops: Mapping[MixerSpec, ForeignOps[Packed, Step, Kv]],
+        positions: Callable[[Step], Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+        activations: torch.dtype | None = None,
     ) -> FallbackDecoder[Packed, Step, Kv]:
-        """Return the model as the fallback computes it; arguments are those of `FallbackDecoder`."""
-        return FallbackDecoder(self.spec, self.module, self._model.traced.modules, ops, positions)
+        """Return the model as the fallback computes it, with weights in `dtype`.
+
+        The other arguments are those of `FallbackDecoder`.
+        """
+        module = random_module(self._model.found, dtype, 0, ATTENTION)
+        module.load_state_dict(self._plain.state_dict())
+        modules = self._model.traced.modules
+        return FallbackDecoder(self.spec, module, modules, ops, positions, activations=activations)
 
 
 def small_model(model: FallbackModel) -> SmallModel:
@@ -178,3 +187,4 @@ def _shake(module: nn.Module) -> None:
             parameter.copy_(noise * parameter.shape[-1] ** -0.5)
         else:
             parameter.add_(0.1 * noise)
+        parameter.copy_(parameter.bfloat16())  # so that weights in 16 bits are the same numbers

@@ -91,6 +91,7 @@ class ForeignModel(ABC):
         dtype: torch.dtype,
         device: torch.device,
         empty: Empty | None = None,
+        activations: torch.dtype | None = None,
     ) -> Network[Packed, Step, Kv]:
         """Load the weights and return the model.
 
@@ -100,6 +101,8 @@ class ForeignModel(ABC):
             dtype: Dtype of the weights and of what the module computes.
             device: The device of the weights.
             empty: Makes all tensors of weights, always in the same order; None leaves them where they were read.
+            activations: Dtype that the device prefers for activations, if it is to compute products where it can; None
+                leaves them to the module.
 
         Raises:
             ModelRejected: The weights cannot be used.
