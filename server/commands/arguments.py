@@ -10,6 +10,7 @@ import typer
 
 __all__ = [
     "ContextOption",
+    "DefaultsOption",
     "DeviceOption",
     "DtypeOption",
     "FileOption",
@@ -63,6 +64,10 @@ ContextOption = Annotated[
         help="Most tokens of a prompt and its answer together; left out, what the model was made for.",
         min=2,
     ),
+]
+DefaultsOption = Annotated[
+    str,
+    typer.Option(help="Sampling values of requests that give none: model takes those of its files, none OpenAI's."),
 ]
 QuantizeOption = Annotated[
     Literal["fp8", "int8", "int4"] | None,

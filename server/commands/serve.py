@@ -21,6 +21,7 @@ from rich.console import Console
 from headrace.engine import InvalidParams
 from headrace.server.commands.arguments import (
     ContextOption,
+    DefaultsOption,
     DeviceOption,
     DtypeOption,
     FileOption,
@@ -80,10 +81,6 @@ ParserOption = Annotated[
     ),
 ]
 FormatOption = Annotated[str, typer.Option(help="auto reads the weights; random invents them, for benchmarks.")]
-DefaultsOption = Annotated[
-    str,
-    typer.Option(help="Sampling values of requests that give none: model takes those of its files, none OpenAI's."),
-]
 RowsOption = Annotated[
     int | None, typer.Option("--max-num-seqs", "--max-rows", help="Most requests in one step.", min=1)
 ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NoReturn
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import InvalidParams
-from headrace.engine.model.families.registry import has_family
+from headrace.engine.errors import InvalidParams, ModelRejected
+from headrace.engine.model.families.registry import from_hf, has_family
 
 if TYPE_CHECKING:
     from headrace.engine.model.fallback.model import FallbackModel
@@ -42,7 +42,12 @@ def fallback_for(
     why = 'model_impl="transformers" was asked for'
     if config.model_impl == "auto":
         why = f"{_name(described)} has no native code"
-    model = FallbackModel.read(described, source, seed=config.seed, why=why)
+    try:
+        model = FallbackModel.read(described, source, seed=config.seed, why=why)
+    except ModelRejected as error:
+        if config.model_impl == "transformers":
+            raise
+        _refuse_both(described, error)
     for field in _NATIVE_ONLY:
         value, limit = getattr(config, field), EngineConfig.model_fields[field].default
         if value != limit:
@@ -68,6 +73,16 @@ def check_native(config: EngineConfig, kind: str) -> None:
             value="transformers",
             limit="auto",
         )
+
+
+def _refuse_both(described: Mapping[str, object], foreign: ModelRejected) -> NoReturn:
+    """Refuse a model that neither headrace nor transformers' module can run, with both reasons."""
+    try:
+        from_hf(described)
+    except ModelRejected as native:
+        told = f"{native}; nor can the module of transformers run it here: {foreign}"
+        raise ModelRejected(told, field=native.field, value=native.value, limit=native.limit) from foreign
+    raise foreign
 
 
 def _name(described: Mapping[str, object]) -> object:
