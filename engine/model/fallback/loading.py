@@ -69,7 +69,7 @@ def load_module(found: ModelClass, folder: Path, dtype: torch.dtype) -> PreTrain
     model: PreTrainedModel = loaded[0]
     told: Mapping[str, Iterable[object]] = loaded[1]
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(map(str, told[problem]))
+        names = sorted(map(str, told.get(problem, ())))
         if names:
             shown = ", ".join(names[:5])
             raise ModelRejected(f"weights: {problem.replace('_', ' ')}: {plain(shown)}", field=names[0])

@@ -82,6 +82,7 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
                 these to torch.
         """
         self.spec: Final = spec
+        self.model = model
         self.base, self._head = split_head(model, has_head=spec.has_head)
         if activations is not None:
             pack_products(model, self.base, ops[spec.layers[0].mixer], activations)

@@ -6,7 +6,7 @@ a module computes the same with such layers is tried on a small one first (cpu/t
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Generic
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from headrace.ops.formats import Stored
 __all__ = ["pack_products"]
 
 _SITE = "foreign"
-_Layer = TypeVar("_Layer", bound=nn.Module)
 
 
 class _Product(nn.Module, Generic[Packed, Step, Kv]):
@@ -34,6 +33,19 @@ class _Product(nn.Module, Generic[Packed, Step, Kv]):
         """Return x W^T + b for inputs of any shape [..., in], in their dtype."""
         y_NO = self._ops.linear(x.reshape(-1, x.shape[-1]), self.packed, 0, _SITE)
         return y_NO.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+class _Rounding(nn.Module):
+    """A head that is the very table of the embeddings, which is not packed: it takes and gives another dtype."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear, self._dtype = linear, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b."""
+        y: Tensor = self.linear(x.to(self.linear.weight.dtype))
+        return y.to(self._dtype)
 
 
 class _Rows(nn.Module):
@@ -55,7 +67,7 @@ class _Rows(nn.Module):
 def pack_products(
     model: nn.Module, base: nn.Module, ops: ForeignOps[Packed, Step, Kv], activations: torch.dtype
 ) -> None:
-    """Pack all plain linear layers of a module, one after the other.
+    """Pack all plain linear layers of a module, one after the other; each drops its own weight then.
 
     Args:
         model: The module with its head, whose `base` was taken out.
@@ -64,29 +76,37 @@ def pack_products(
         activations: Dtype that the device prefers for activations. A module all of whose matrices are packed or are
             embeddings takes it; any other keeps its own.
     """
+    tables = {getattr(owner, name).weight: type(getattr(owner, name)) for owner, name in _places(base, nn.Embedding)}
+    dtype = next(iter(tables)).dtype
     heads: dict[Tensor, ReadableHead] = {}
-    for owner, name, linear in (*_plain(base, nn.Linear), *_plain(model, nn.Linear)):
-        product = _Product(ops, linear)
-        if isinstance(product.packed, ReadableHead):
-            heads[linear.weight] = product.packed
-        setattr(owner, name, product)
-    tables = {table.weight: table for _, _, table in _plain(base, nn.Embedding)}
-    parameters = [*base.parameters(), *model.parameters()]
-    unpacked = [each for each in parameters if each.dim() > 1 and each not in tables]
-    if unpacked:
-        activations = unpacked[0].dtype
-    for owner, name, table in _plain(base, nn.Embedding):
+    roundings: list[tuple[nn.Module, str]] = []
+    for owner, name in (*_places(base, nn.Linear), *_places(model, nn.Linear)):
+        linear = getattr(owner, name)
+        if tables.get(linear.weight, nn.Embedding) is not nn.Embedding:
+            roundings.append((owner, name))  # a table that does more than look up is needed as it is
+        elif type(linear) is nn.Linear:
+            product = _Product(ops, linear)
+            if linear.weight in tables and isinstance(product.packed, ReadableHead):
+                heads[linear.weight] = product.packed
+            setattr(owner, name, product)
+    if any(each.dim() > 1 and each not in tables for each in _parameters(model, base)):
+        activations = dtype
+    for owner, name in roundings:
+        setattr(owner, name, _Rounding(getattr(owner, name), activations))
+    for owner, name in _places(base, nn.Embedding):
+        table = getattr(owner, name)
         setattr(owner, name, _Rows(heads.get(table.weight, table), activations))
-    for parameter in parameters:
+    for parameter in _parameters(model, base):
         if parameter not in tables:
             parameter.data = parameter.data.to(activations)
 
 
-def _plain(root: nn.Module, kind: type[_Layer]) -> list[tuple[nn.Module, str, _Layer]]:
-    """Return the layers within `root` of just this class: the module that holds each, its name there, and itself."""
+def _parameters(*roots: nn.Module) -> list[nn.Parameter]:
+    return [each for root in roots for each in root.parameters()]
+
+
+def _places(root: nn.Module, kind: type[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Return where the layers of a kind are within `root`: the module that holds each, and its name there."""
     return [
-        (owner, name, child)
-        for owner in root.modules()
-        for name, child in owner.named_children()
-        if type(child) is kind
+        (owner, name) for owner in root.modules() for name, child in owner.named_children() if isinstance(child, kind)
     ]

@@ -13,15 +13,19 @@ import pytest
 import torch
 import transformers
 from fallback_models import config_of, made, saved
+from model_driver import ModelUnderTest, capacity
 from torch import Tensor, nn
 from transformers.models.olmo import modeling_olmo
 
 from headrace.engine import Engine, EngineConfig, InvalidParams, ModelRejected, ResponseFormat, SamplingParams
 from headrace.engine.inspection.inspect import inspect_model
+from headrace.engine.model.cpu.runner import cpu_ops
 from headrace.engine.model.cpu.trial import try_fallback
-from headrace.engine.model.fallback.choice import fallback_for
+from headrace.engine.model.fallback.choice import check_native, fallback_for
 from headrace.engine.model.fallback.model import FallbackModel
+from headrace.engine.model.families.registry import read_hf_config
 from headrace.engine.model.spec import SoftcappedAttention
+from headrace.ops.cpu.native.library import Context, library
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of is not ours to fix
 
@@ -222,6 +226,51 @@ def test_options_that_need_native_code_are_refused(field: str, value: Any) -> No
     with pytest.raises(InvalidParams, match=f"{field}: .*OlmoForCausalLM has no native code") as caught:
         fallback_for(EngineConfig(model="m", **{field: value}), described(), "random")
     assert (caught.value.field, caught.value.value) == (field, value)
+
+
+@pytest.mark.parametrize("kind", ["GGUF files", "encoders"])
+def test_models_that_headrace_alone_computes_have_no_other_way(kind: str) -> None:
+    with pytest.raises(InvalidParams, match=f"model_impl: {kind} are computed by headrace's own code") as caught:
+        check_native(EngineConfig(model="m", model_impl="transformers"), kind)
+    assert (caught.value.field, caught.value.limit) == ("model_impl", "auto")
+    check_native(EngineConfig(model="m"), kind)
+
+
+@pytest.mark.skipif(library() is None, reason="no compiled kernels")
+@pytest.mark.parametrize(
+    ("family", "unpacked"),
+    [
+        ("olmo", set()),
+        ("gemma", {"lm_head.linear.weight"}),  # its table of embeddings multiplies, too
+        ("flex_olmo", {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"}),
+    ],
+)
+def test_linear_layers_become_products_of_the_cpu(family: str, unpacked: set[str], tmp_path: Path) -> None:
+    """In bfloat16, so that logits are those of a rounded model, and no second copy of a matrix stays."""
+    model = made(family).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    fallback = FallbackModel.read(read_hf_config(tmp_path), tmp_path)
+    fallback.packs = try_fallback(fallback)
+    assert fallback.packs
+    size = capacity(fallback.spec.vocab_size)
+    sizes = {"page_size": size.page_size, "max_positions": size.max_context}
+    ops = cpu_ops(fallback.spec, **sizes, dtype=torch.bfloat16, context=Context(1))
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "activations": torch.float32}
+    decoder = fallback.open(ops, lambda step: step.positions_N, **options)
+    kv = next(iter(ops.values())).allocate_kv(fallback.spec.num_layers, size.num_pages)
+    ids = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(1))
+    (found_NV,) = ModelUnderTest(decoder, ops, kv, size).logits([ids.tolist()], 16)
+    with torch.inference_mode():
+        wanted_NV = model.float()(ids[None], use_cache=False).logits[0]
+    error_N = (found_NV - wanted_NV).abs().amax(1) / wanted_NV.abs().max()
+    assert error_N.median() < 0.02 and found_NV.dtype == torch.float32
+    kept = {
+        name
+        for root in (decoder.base, decoder.model)
+        for name, parameter in root.named_parameters()
+        if parameter.dim() > 1 and "embed" not in name
+    }
+    assert {name.split(".", 2)[-1] if "layers" in name else name for name in kept} == unpacked
 
 
 def test_structure_sleep_and_hidden_states(tmp_path: Path) -> None:
