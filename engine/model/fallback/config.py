@@ -23,6 +23,8 @@ FOUND_IN: Final = "the transformers library's own module"
 _ORIGIN: Final = "config.json"
 _LAYERS: Final = frozenset(("full_attention", "sliding_attention", "attention"))
 _CHANGING_ROPES: Final = frozenset(("dynamic", "longrope"))
+_NOT_SHAPES: Final = ("_", "attn_implementation", "experts_implementation", "fusion_config", "transformers_weights")
+"""Beginnings of fields that say nothing of a model: they choose implementations, some of them the hub's, and files."""
 _ABSENT: Final[tuple[object, ...]] = (None, False, 0, [], {}, "")
 _REFUSED: Final[Mapping[str, str]] = {
     "auto_map": "models that need no code of their own",
@@ -83,10 +85,7 @@ def model_class(described: Mapping[str, object]) -> ModelClass:
 
 def _read(described: Mapping[str, object]) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[str(described["model_type"])]
-    # Fields that begin with "_" choose implementations, some of them from the hub.
-    plain = {
-        name: value for name, value in described.items() if not name.startswith(("_", "attn_impl", "experts_impl"))
-    }
+    plain = {name: value for name, value in described.items() if not name.startswith(_NOT_SHAPES)}
     try:
         config: PreTrainedConfig = kind.from_dict(copy.deepcopy(plain))
     except Exception as error:  # a stranger's values in another library's constructor

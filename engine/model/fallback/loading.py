@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -26,6 +27,8 @@ from headrace.engine.model.fallback.interface import ATTENTION
 __all__ = ["check_files", "evaluating", "load_module", "made", "moved", "random_module"]
 
 _ADAPTER = "adapter_config.json"
+_MAKERS = frozenset(("empty", "zeros", "ones", "rand", "randn"))
+"""Functions of torch that make tensors of the default dtype."""
 
 
 def check_files(folder: Path) -> None:
@@ -52,7 +55,7 @@ def load_module(found: ModelClass, folder: Path, dtype: torch.dtype) -> PreTrain
     try:
         with _quietly():
             # Typed as a model alone, which is not what comes with `output_loading_info`.
-            loaded: Any = found.kind.from_pretrained(
+            loaded: Any = _without_default_dtype(found.kind, dtype).from_pretrained(
                 folder,
                 config=found.copied(),
                 dtype=dtype,
@@ -87,7 +90,8 @@ def random_module(found: ModelClass, dtype: torch.dtype, seed: int, attention: s
 def made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     """Return a module with the weights that it has at first, on torch's default device."""
     make: Callable[..., PreTrainedModel] = kind._from_config  # untyped
-    return evaluating(make(config, attn_implementation=attention, dtype=dtype))
+    with _Floats(dtype):
+        return evaluating(make(config, attn_implementation=attention, dtype=torch.float32))
 
 
 def evaluating(model: PreTrainedModel) -> PreTrainedModel:
@@ -111,6 +115,37 @@ def moved(model: PreTrainedModel, device: torch.device, empty: Empty) -> PreTrai
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
     return model
+
+
+class _Floats(TorchFunctionMode):
+    """Context manager in which this thread makes floating-point tensors of one dtype unless another is asked for.
+
+    transformers sets torch's default dtype instead, which all threads share: the steps of another engine among them.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Any = None
+    ) -> object:
+        """Call a function of torch."""
+        given = kwargs or {}
+        if getattr(func, "__name__", "") in _MAKERS and given.get("dtype") is None:
+            given = {**given, "dtype": self._dtype}
+        return func(*args, **given)
+
+
+def _without_default_dtype(kind: type[PreTrainedModel], dtype: torch.dtype) -> type[PreTrainedModel]:
+    """Return a model's class with a loader that makes weights in `dtype` and leaves torch's default dtype alone."""
+
+    def get_init_context(_: object, __: torch.dtype, /, *rest: object, **named: object) -> list[object]:
+        contexts: Callable[..., list[object]] = kind.get_init_context
+        return [*contexts(torch.float32, *rest, **named), _Floats(dtype)]
+
+    named = {"get_init_context": classmethod(get_init_context), "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), named)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from headrace.engine.model.spec import Attention, SoftcappedAttention
 __all__ = ["Traced", "build_blank", "embedding_of", "trace"]
 
 _TOKENS: Final = 3
-_FAR: Final = 1 << 14  # positions behind which a mask is asked whether it has a window
+_FAR: Final = 1 << 26  # a position behind the longest context, from which every window is seen
 _KNOWN: Final = frozenset(
     ("scaling", "softcap", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache",
      "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "layer_idx",
@@ -173,28 +173,43 @@ def _window(found: ModelClass, name: str, mask: object) -> int | None:
     """
     if not isinstance(mask, Mask):
         _refuse(found, name, "attention with a mask that the module changes", "causal masks and windows")
-    seen = _seen(mask, _FAR)
-    if bool(seen.all()):
+    window: int | None = _FAR - _first_seen(mask, _FAR) + 1
+    if window == _FAR + 1:
         window = None
-    else:
-        window = int(seen.sum())
-    for query in {0, 1, 2, (window or 5) - 1, window or 5, 2 * (window or 5) + 1, _FAR - 1}:
+    near = window or 5
+    for query in (0, 1, 2, near - 1, near, 2 * near + 1, _FAR - 3):
         first = 0 if window is None else max(0, query - window + 1)
-        expected = torch.arange(query + 1) >= first
-        later = mask.allows(*_at(0, 0, query, torch.arange(query + 1, query + 3)))
-        if not torch.equal(_seen(mask, query), expected) or bool(torch.as_tensor(later).any()):
+        keys = _places(first, query)
+        if not torch.equal(_allowed(mask, query, keys), (keys >= first) & (keys <= query)):
             _refuse(found, name, "attention with a mask that is no window", "causal masks and windows")
     return window
 
 
-def _seen(mask: Mask, query: int) -> Tensor:
-    """Return which of the positions up to `query` the token at `query` attends to, bool [query + 1]."""
-    allowed = torch.as_tensor(mask.allows(*_at(0, 0, query, torch.arange(query + 1))))
-    return allowed.expand(query + 1)
+def _first_seen(mask: Mask, query: int) -> int:
+    """Return the first position that the token at `query` attends to, if it attends to all from there on."""
+    low, high = 0, query
+    while low < high:
+        middle = (low + high) // 2
+        if bool(_allowed(mask, query, torch.tensor([middle]))):
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
-def _at(batch: int, head: int, query: int, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.tensor(batch), torch.tensor(head), torch.tensor(query), keys
+def _places(first: int, query: int) -> Tensor:
+    """Return positions on both sides of the first and the last one that a token attends to, and between them."""
+    span = query - first
+    between = [first + span * part // 16 for part in range(17)]
+    before = [first * part // 16 for part in range(17)]
+    edges = [max(0, edge + step) for edge in (first, query) for step in range(-3, 4)]
+    return torch.tensor(sorted({*between, *before, *edges}))
+
+
+def _allowed(mask: Mask, query: int, keys: Tensor) -> Tensor:
+    """Return which of the positions `keys` the token at `query` attends to, bool."""
+    zero = torch.tensor(0)
+    return torch.as_tensor(mask.allows(zero, zero, torch.tensor(query), keys)).expand(keys.shape)
 
 
 def _refuse(found: ModelClass, field: str, value: object, supported: str) -> NoReturn:

@@ -112,6 +112,29 @@ def test_code_beside_a_checkpoint_is_never_imported(tmp_path: Path) -> None:
         anyio.run(generated, tmp_path, [1, 2, 3])
 
 
+@pytest.mark.parametrize("window", [1, 2, 13, 4096, 100_000])
+def test_windows_are_found_however_long(window: int) -> None:
+    changes = {"sliding_window": window, "max_position_embeddings": 1 << 18}
+    spec = FallbackModel.read({**described("cwm, window in the middle layer"), **changes}, "random").spec
+    assert spec.windows == (None, window, None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 13, 4096])
+def test_masks_that_are_no_window_are_found(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose mask is in chunks, or lets tokens see others of their block, whatever its config calls it."""
+    from transformers import masking_utils
+
+    chunked = masking_utils.chunked_causal_mask_function
+    for planted in (
+        lambda window: chunked(max(2, size), torch.zeros(1, dtype=torch.int64)),
+        lambda window: lambda batch, head, query, key: key // 64 <= query // 64,
+    ):
+        monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", planted)
+        with pytest.raises(ModelRejected, match="a mask that is no window") as caught:
+            FallbackModel.read(described("cwm, window in the middle layer"), "random")
+        assert caught.value.field == "layers.1.self_attn"
+
+
 # -- the trial --------------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +294,19 @@ def test_linear_layers_become_products_of_the_cpu(family: str, unpacked: set[str
         if parameter.dim() > 1 and "embed" not in name
     }
     assert {name.split(".", 2)[-1] if "layers" in name else name for name in kept} == unpacked
+
+
+def test_opening_leaves_the_default_dtype_of_other_threads_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine's step that runs meanwhile makes tensors, too."""
+    saved(made("olmo").to(torch.bfloat16), tmp_path)
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "set_default_dtype", seen.append)
+    options: dict[str, Any] = {"dtype": "bfloat16", "kv_memory": "1MiB"}
+    for more in ({}, {"load_format": "random"}):
+        anyio.run(lambda more=more: generated(tmp_path, [1, 2], **options, **more))
+    assert seen and set(seen) <= {torch.float32}
 
 
 def test_structure_sleep_and_hidden_states(tmp_path: Path) -> None:
