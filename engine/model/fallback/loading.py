@@ -91,7 +91,10 @@ def made(kind: type[PreTrainedModel], config: PreTrainedConfig, attention: str, 
     """Return a module with the weights that it has at first, on torch's default device."""
     make: Callable[..., PreTrainedModel] = kind._from_config  # untyped
     with _Floats(dtype):
-        return evaluating(make(config, attn_implementation=attention, dtype=torch.float32))
+        model = evaluating(make(config, attn_implementation=attention, dtype=torch.float32))
+    for parameter in model.parameters():  # some are made of a number, which no function of `_MAKERS` does
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def evaluating(model: PreTrainedModel) -> PreTrainedModel:
