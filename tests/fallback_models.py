@@ -31,6 +31,10 @@ SPLIT_HEADS = {
     "v_head_dim": 16, "head_dim": 8,
 }  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe, window in the middle layer": (
+        "Afmoe",
+        {**EVERY_OTHER, **EXPERTS, "head_dim": 16, "moe_intermediate_size": 32, "num_dense_layers": 1},
+    ),
     "apertus": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
     "cwm, window in the middle layer": (
@@ -46,23 +50,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "flex_olmo": ("FlexOlmo", EXPERTS),
     "gemma": ("Gemma", {"head_dim": 24}),
     "gpt_bigcode": ("GPTBigCode", {}),
-    "granitemoe": (
-        "GraniteMoe",
-        {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "attention_multiplier": 0.15,
-            "logits_scaling": 3.0,
-            "embedding_multiplier": 6.0,
-            "residual_multiplier": 0.4,
-        },
-    ),  # fmt: skip
-    "helium": ("Helium", {"head_dim": 16}),
+    "hyperclovax": ("HyperCLOVAX", {"head_dim": 16, "attention_multiplier": 0.15, "logits_scaling": 3.0}),
     "jais2": ("Jais2", {"num_key_value_heads": 4}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
     "minicpm3": ("MiniCPM3", SPLIT_HEADS),
     "nanochat": ("NanoChat", {}),
     "nemotron": ("Nemotron", {"attention_bias": True, "head_dim": 16, "partial_rotary_factor": 0.5}),
     "olmo": ("Olmo", {"clip_qkv": 2.0}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "persimmon": ("Persimmon", {"num_key_value_heads": ...}),
     "vaultgemma, window in the middle layer": (
         "VaultGemma",

@@ -19,7 +19,9 @@ from headrace.engine import InvalidParams, ModelRejected
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of is not ours to fix
 
-SMALL: dict[str, Any] = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
+SMALL: dict[str, Any] = {
+    "max_context": 256, "max_batched_tokens": 256, "max_rows": 8, "model_impl": "transformers",
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", {"head_dim": 64}),
     "cwm": (
@@ -98,4 +100,4 @@ def test_bounded_scores_are_refused_by_name(tmp_path: Path) -> None:
 def test_adapters_are_refused_by_name(tmp_path: Path) -> None:
     save(build(*FAMILIES["arcee"]), tmp_path)
     with emulated(), pytest.raises(InvalidParams, match="adapter_slots: .*ArceeForCausalLM has no native code"):
-        anyio.run(lambda: answers(tmp_path, adapter_slots=1))
+        anyio.run(lambda: answers(tmp_path, adapter_slots=1, model_impl="auto"))
