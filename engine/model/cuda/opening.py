@@ -260,7 +260,7 @@ def build_kernels(
     try:
         assert isinstance(opened.runner, CudaRunner)
         opened.runner.warm_up(everything=True)
-        formats = opened.runner.formats
+        formats = opened.runner.formats or ("dense",)  # of products that another library computes
     except CannotCompile as error:
         raise DeviceUnavailable(f"device: {error}") from error
     finally:

@@ -15,7 +15,8 @@ from gpu.judge import Judge, Output
 from torch import Tensor
 from transformers.models.arcee import modeling_arcee
 
-from headrace.engine import InvalidParams, ModelRejected
+from headrace.engine import EngineConfig, InvalidParams, ModelRejected
+from headrace.engine.life.build import build_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of is not ours to fix
 
@@ -88,6 +89,16 @@ def test_weights_come_back_to_their_places(tmp_path: Path) -> None:
     with emulated():
         first, second, third = anyio.run(run)
     assert first == second == third
+
+
+def test_kernels_of_attention_are_built_from_a_config_alone(tmp_path: Path) -> None:
+    config = build(*FAMILIES["arcee"]).config
+    config.architectures = ["ArceeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    small = EngineConfig(model=str(tmp_path), device="cuda", kv_memory="64MiB", max_rows=2, max_context=64)
+    with emulated() as gpu:
+        assert build_kernels(small).formats == ("dense",)
+        assert gpu.launches["prefill: FlashInfer"]
 
 
 def test_bounded_scores_are_refused_by_name(tmp_path: Path) -> None:
