@@ -71,6 +71,7 @@ class EngineConfig(Checked, frozen=True):
     device: Annotated[str, AfterValidator(_known_device)] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     load_format: Literal["auto", "random"] = "auto"
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
     quantize: Literal["fp8", "int8", "int4"] | None = None
     quantize_head: bool = False
     allow_download: bool = False

@@ -55,6 +55,10 @@ class EngineOptions(VllmNames, total=False):
     load_format: Literal["auto", "random"]
     """`random` needs only a config.json (a folder, or the file itself) and invents weights: for benchmarks.
     Default: "auto"."""
+    model_impl: Literal["auto", "native", "transformers"]
+    """`native` is headrace's own code of the model's family; `transformers` lets the module of the transformers library
+    compute the layers, over headrace's pages and in its batches, which is slower and knows more families; `auto`
+    is native where there is such a family. Default: "auto"."""
     quantize: Literal["fp8", "int8", "int4"] | None
     """Quantise the matrices of the layers while they are loaded, one after the other: `fp8` and `int8` with a scale for
     each output, `int4` in groups of 128. Embeddings, norms and the output head stay as they are; a checkpoint that is

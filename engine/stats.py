@@ -46,6 +46,8 @@ class EngineInfo:
     """Bytes of one page, over all layers."""
     max_rows: int
     max_batched_tokens: int
+    model_impl: Literal["native", "transformers"] = "native"
+    """What computes the layers: headrace's own code, or the module of the transformers library."""
     embedding_size: int = 0
     """Elements of a vector of `embed`; 0 if the model does not embed."""
     generation_defaults: Mapping[str, float] = field(default_factory=dict)

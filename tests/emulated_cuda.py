@@ -277,7 +277,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        if name in ("aten::_local_scalar_dense", "aten::is_nonzero"):
+        if name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::item"):
             raise RuntimeError(f"{name} is not permitted while a graph is captured")
         if func._schema.is_mutable:
             self.operations.append(lambda: func(*args, **kwargs))
@@ -684,6 +684,8 @@ def emulated(capability: tuple[int, int] = (9, 0)) -> Iterator[Gpu]:
     gpu = Gpu(capability)
     with Recorder():  # torch imports more of itself at the first one, and must not find this triton then
         torch.ones(1).add(1)
+    with torch.device("meta"):  # torch lists what makes tensors at the first one, and must not find what stands in
+        torch.empty(0)
     replaced = ("flashinfer", "triton", "tvm_ffi")
     ours = [name for name in sys.modules if name.split(".")[0] in replaced]
     with built_anew(), pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:

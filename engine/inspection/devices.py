@@ -18,6 +18,7 @@ from headrace.engine.model.cpu.sizing import FREE_SHARE, CpuSizes, cpu_dtype, cp
 from headrace.engine.model.encoder.opening import describe_encoder, encoder_dtype
 from headrace.engine.model.encoder.spec import EncoderSpec
 from headrace.engine.model.experts import ExpertsFeed
+from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.device import Limits, fit
 from headrace.engine.model.shared.find_gpu import find_gpu
 from headrace.engine.model.shared.gpu_sizes import DTYPE, GRAPH_BYTES, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
@@ -34,6 +35,7 @@ __all__ = ["devices_of", "encoder_facts", "facts_of"]
 
 _CONTEXTS = (1024, 4096, 16384, 65536)
 _WORKSPACE_BYTES = 512 << 20
+_USUAL_FEED = 12  # elements of activations for each of the hidden size, where nothing says how wide a feed is
 _WHOLE = "Every request is counted with all its tokens; requests that share a prefix share its pages, so more fit."
 
 
@@ -49,14 +51,17 @@ def devices_of(config: EngineConfig) -> list[torch.device]:
     return [torch.device("cpu") if config.device == "cpu" else find_gpu(config.device)]
 
 
-def facts_of(device: torch.device, config: EngineConfig, spec: DecoderSpec, source: Source | None) -> DeviceFacts:
+def facts_of(
+    device: torch.device, config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel | None
+) -> DeviceFacts:
     """Return what a decoder takes on a device.
 
     Args:
         device: One of `devices_of`.
         config: The options of an engine.
         spec: The shape of the model.
-        source: The model's files; None where these are damaged, so that nothing is known of the weights.
+        source: The model's files, or the model that another library computes; None where files are damaged, so that
+            nothing is known of the weights.
     """
     return _on_cpu(config, spec, source) if device.type == "cpu" else _on_gpu(device, config, spec, source)
 
@@ -72,7 +77,7 @@ def encoder_facts(device: torch.device, config: EngineConfig, spec: EncoderSpec,
     return _facts(device, dtype, weights, None, free, problem=problem)
 
 
-def _on_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | None) -> DeviceFacts:
+def _on_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel | None) -> DeviceFacts:
     problem, sizes = None, None
     plain = config.model_copy(update={"kv_dtype": "auto"})
     try:
@@ -99,18 +104,20 @@ def _on_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | None) -> D
     return _facts(device, sizes.dtype, sizes.weights, kv, free, capacity, told, problem, advice)
 
 
-def _sizes(config: EngineConfig, spec: DecoderSpec, source: Source | None) -> CpuSizes | None:
+def _sizes(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel | None) -> CpuSizes | None:
     return None if source is None else cpu_sizes(config, spec, source)
 
 
-def _known_sizes(config: EngineConfig, spec: DecoderSpec, source: Source | None) -> CpuSizes | None:
+def _known_sizes(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel | None) -> CpuSizes | None:
     try:
         return _sizes(config, spec, source)
     except HeadraceError:
         return None
 
 
-def _on_gpu(device: torch.device, config: EngineConfig, spec: DecoderSpec, source: Source | None) -> DeviceFacts:
+def _on_gpu(
+    device: torch.device, config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel | None
+) -> DeviceFacts:
     free, weights = torch.cuda.mem_get_info(device)[0], tuple[WeightPart, ...]()
     capacity, problem, advice = None, None, None
     attention = spec.uniform_attention
@@ -141,7 +148,9 @@ def _on_gpu(device: torch.device, config: EngineConfig, spec: DecoderSpec, sourc
     return _facts(device, DTYPE, weights, kv, free, capacity, told, problem, advice)
 
 
-def _gpu_weights(config: EngineConfig, spec: DecoderSpec, source: Source) -> tuple[WeightPart, ...]:
+def _gpu_weights(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel) -> tuple[WeightPart, ...]:
+    if isinstance(source, ForeignModel):
+        return source.parts(DTYPE)
     weights = describe_weights(
         source,
         spec,
@@ -167,7 +176,7 @@ def _room(
 
 def _advice(config: EngineConfig, free: int, weigh: Callable[[EngineConfig], tuple[WeightPart, ...]]) -> str:
     """Return what would fit in `free` bytes: the first way to quantise whose weights do, or else another model."""
-    for method in () if config.quantize else get_args(Method):
+    for method in () if config.quantize or config.model_impl == "transformers" else get_args(Method):
         try:
             weights = weigh(config.model_copy(update={"quantize": method}))
         except HeadraceError:  # the checkpoint is quantised already
@@ -201,7 +210,7 @@ def _activation_bytes(spec: DecoderSpec, limits: Limits) -> int:
     """Estimate what the largest step needs: a layer's widest tensors, the logits twice, and workspaces of kernels."""
     attention = spec.uniform_attention
     heads = (2 * attention.heads + 2 * attention.kv_heads) * attention.head_dim
-    feed = max(map(_feed_elements, (layer.feed for layer in spec.layers)))
+    feed = max(map(_feed_elements, (layer.feed for layer in spec.layers))) or _USUAL_FEED * spec.hidden_size
     of_token = (3 * spec.hidden_size + max(heads, feed)) * DTYPE.itemsize
     logits = 2 * limits.rows * spec.vocab_size * torch.float32.itemsize
     return limits.batched_tokens * of_token + logits + _WORKSPACE_BYTES

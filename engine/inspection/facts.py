@@ -96,6 +96,8 @@ class ModelFacts:
     path: str | None
     """Folder or file that the name stands for; None where there is none."""
     shape: ModelShape | None
+    fallback: str | None
+    """Sentence that says why transformers' module computes the layers; None where headrace's own code does."""
     stored: tuple[WeightPart, ...]
     """Formats of the weights and their bytes as the files hold them."""
     stored_bytes: int

@@ -24,7 +24,9 @@ from headrace.engine.model.checkpoint.weights import open_files
 from headrace.engine.model.encoder.opening import describe_encoder
 from headrace.engine.model.encoder.spec import EncoderSpec, encoder_from_hf, is_encoder
 from headrace.engine.model.experts import routing_of
+from headrace.engine.model.fallback.choice import fallback_for
 from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.stats import WeightPart
 from headrace.engine.tokens.folder import check_folder
@@ -40,6 +42,8 @@ class _Model(NamedTuple):
     shape: ModelShape
     spec: DecoderSpec | EncoderSpec | None
     """The spec; None where the description is refused."""
+    foreign: ForeignModel | None = None
+    """The model as transformers computes it; None where headrace's own code does."""
 
 
 class _Found:
@@ -69,16 +73,17 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         source: GgufFile | Path | None = path
         if path is not None and path.suffix == ".gguf":
             source = found.attempt(lambda: files.enter_context(GgufFile(path)))
-        model = None if source is None else _described(source, found)
-        spec = None if model is None else model.spec
-        stored, stored_bytes = ((), 0) if source is None else _stored(source, spec, found)
+        model = None if source is None else _described(source, config, found)
+        spec, foreign = (None, None) if model is None else (model.spec, model.foreign)
+        stored, stored_bytes = ((), 0) if source is None else _stored(source, spec, foreign, found)
         if isinstance(source, Path) and spec is not None:
             found.attempt(lambda: check_folder(source))
-        devices = _devices(config, spec, source if stored else None, found)
+        devices = _devices(config, spec, (foreign or source) if stored else None, found)
     return ModelFacts(
         model=config.model,
         path=None if path is None else str(path),
         shape=None if model is None else model.shape,
+        fallback=None if foreign is None else foreign.why,
         stored=stored,
         stored_bytes=stored_bytes,
         active_bytes=_active(stored, stored_bytes, spec),
@@ -87,7 +92,7 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
     )
 
 
-def _described(source: GgufFile | Path, found: _Found) -> _Model | None:
+def _described(source: GgufFile | Path, options: EngineConfig, found: _Found) -> _Model | None:
     """Return what the header of a GGUF file, or the config.json of a folder, says; None if it cannot be read."""
     if isinstance(source, GgufFile):
         spec = found.attempt(source.spec)
@@ -101,12 +106,17 @@ def _described(source: GgufFile | Path, found: _Found) -> _Model | None:
     if is_encoder(config):
         encoder = found.attempt(lambda: encoder_from_hf(config))
         return _Model(shape_of_config(config) if encoder is None else shape_of_encoder(encoder, family), encoder)
-    decoder = found.attempt(lambda: from_hf(config))
-    return _Model(shape_of_config(config) if decoder is None else shape_of_decoder(decoder, family), decoder)
+    problems = len(found.problems)
+    foreign = found.attempt(lambda: fallback_for(options, config, source))
+    decoder = None if foreign is None else foreign.spec
+    if foreign is None and len(found.problems) == problems:
+        decoder = found.attempt(lambda: from_hf(config))
+    shape = shape_of_config(config) if decoder is None else shape_of_decoder(decoder, family)
+    return _Model(shape, decoder, foreign)
 
 
 def _stored(
-    source: GgufFile | Path, spec: DecoderSpec | EncoderSpec | None, found: _Found
+    source: GgufFile | Path, spec: DecoderSpec | EncoderSpec | None, foreign: ForeignModel | None, found: _Found
 ) -> tuple[tuple[WeightPart, ...], int]:
     """Return formats and bytes of the weights in the files, and their sum; of an unknown model the sum alone."""
 
@@ -114,6 +124,8 @@ def _stored(
         with ExitStack() as opened:
             files = open_files(source, opened)
             total = sum(map(files.nbytes, files.shapes))
+            if foreign is not None and isinstance(files, SafetensorsFolder):
+                return foreign.parts(files.weight_dtype(next(iter(files.shapes)))), total
             if not isinstance(spec, DecoderSpec):
                 return _of_encoder(files, spec), total
             parts = parts_in_files(Inventory(files, spec, checks=False), spec)
@@ -139,7 +151,10 @@ def _of_encoder(files: GgufFile | SafetensorsFolder, spec: EncoderSpec | None) -
 
 
 def _devices(
-    config: EngineConfig, spec: DecoderSpec | EncoderSpec | None, source: GgufFile | Path | None, found: _Found
+    config: EngineConfig,
+    spec: DecoderSpec | EncoderSpec | None,
+    source: GgufFile | Path | ForeignModel | None,
+    found: _Found,
 ) -> Sequence[DeviceFacts]:
     devices = found.attempt(lambda: devices_of(config)) or []
     if isinstance(spec, DecoderSpec):

@@ -5,11 +5,12 @@ It runs in a thread and never on the event loop. Nothing imports it before an en
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,7 +27,9 @@ from headrace.engine.model.cpu.opening import open_cpu
 from headrace.engine.model.encoder.opening import open_encoder
 from headrace.engine.model.encoder.spec import encoder_from_hf, is_encoder
 from headrace.engine.model.experts import routing_of
+from headrace.engine.model.fallback.choice import check_native, fallback_for
 from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.device import BuiltKernels, Device
 from headrace.engine.model.shared.find_gpu import find_gpu
 from headrace.engine.model.spec import DecoderSpec
@@ -36,7 +39,12 @@ from headrace.engine.tokens.folder import generation_config
 from headrace.engine.tokens.token_table import TokenTable
 from headrace.engine.tokens.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from headrace.engine.model.fallback.model import FallbackModel
+
 __all__ = ["build_kernels", "open_engine"]
+
+logger = logging.getLogger("headrace.engine")
 
 
 class _NoTokenizer:
@@ -87,20 +95,23 @@ def open_engine(config: EngineConfig) -> Opened:
 def _open(config: EngineConfig) -> Opened:
     path, name = find_model(config)
     if path.is_dir() and is_encoder(read_hf_config(path)):
+        check_native(config, "encoders")
         return _open_encoder(config, path, name)
     with ExitStack() as files:
         tokenizer: Tokenizer | _NoTokenizer
         source: Source
-        if config.load_format == "random":
-            spec, tokenizer, source = from_hf(read_hf_config(path)), _NoTokenizer(), "random"
-        elif path.suffix == ".gguf":
+        foreign: FallbackModel | None = None
+        if path.suffix == ".gguf":
+            check_native(config, "GGUF files")
             source = files.enter_context(GgufFile(path))
             spec, tokenizer = source.spec(), Tokenizer.from_gguf(source.metadata)
         else:
-            spec, tokenizer = from_hf(read_hf_config(path)), Tokenizer.from_folder(path)
-            source = path
+            source, described = "random" if config.load_format == "random" else path, read_hf_config(path)
+            foreign = _fallback(config, described, path)
+            spec = from_hf(described) if foreign is None else foreign.spec
+            tokenizer = _NoTokenizer() if source == "random" else Tokenizer.from_folder(path)
         recommended = _recommended(config, source)
-        device = _open_device(config, spec, source)
+        device = _open_device(config, spec, source if foreign is None else foreign)
     embedding = None
     if "pooling" in device.abilities:
         embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last")
@@ -108,6 +119,7 @@ def _open(config: EngineConfig) -> Opened:
     info = replace(
         _info(device, name, spec.architecture, embedding),
         generation_defaults=recommended,
+        model_impl="native" if foreign is None else "transformers",
         experts=0 if routing is None else routing.experts,
         experts_per_token=0 if routing is None else routing.top_k,
     )
@@ -122,6 +134,17 @@ def _open(config: EngineConfig) -> Opened:
         adapters=device.adapters,
         generates=spec.has_head,
     )
+
+
+def _fallback(config: EngineConfig, described: Mapping[str, object], path: Path) -> FallbackModel | None:
+    """Return the model as transformers computes it, tried on small weights; None where headrace's own code does."""
+    model = fallback_for(config, described, "random" if config.load_format == "random" else path)
+    if model is not None:
+        from headrace.engine.model.cpu.trial import try_fallback  # imports transformers' models
+
+        model.packs = try_fallback(model)
+        logger.info("transformers' module computes the layers of this model: %s", model.why)
+    return model
 
 
 def _open_encoder(config: EngineConfig, path: Path, name: str) -> Opened:
@@ -190,6 +213,8 @@ def build_kernels(config: EngineConfig) -> BuiltKernels:
         with GgufFile(path) as gguf:
             return build_kernels(config, gguf.spec(), gguf, gpu)
     described = read_hf_config(path)
+    if (foreign := fallback_for(config, described, "random")) is not None:
+        return build_kernels(config, foreign.spec, foreign, gpu)
     if described.get("quantization_config") is None:
         return build_kernels(config, from_hf(described), "random", gpu)
     if not any(path.glob("*.safetensors")):
@@ -200,7 +225,7 @@ def build_kernels(config: EngineConfig) -> BuiltKernels:
     return build_kernels(config, from_hf(described), path, gpu)
 
 
-def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
+def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel) -> Device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return open_cpu(config, spec, source)
     gpu = find_gpu(config.device)  # first, since the extra below takes several GB and is of no use without a GPU

@@ -10,9 +10,11 @@ import typer
 
 __all__ = [
     "ContextOption",
+    "DefaultsOption",
     "DeviceOption",
     "DtypeOption",
     "FileOption",
+    "ImplementationOption",
     "JsonOption",
     "ModelArgument",
     "QuantizeHeadOption",
@@ -42,6 +44,14 @@ FileOption = Annotated[
     str | None,
     typer.Option(help="Name or pattern, such as '*Q4_K_M.gguf', of the GGUF file in the model's folder or repository."),
 ]
+ImplementationOption = Annotated[
+    Literal["auto", "native", "transformers"],
+    typer.Option(
+        "--model-impl",
+        help="Who computes the layers: native is headrace, transformers is that library's own module, which is slower; "
+        "auto is native for families that headrace knows.",
+    ),
+]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")]
 DtypeOption = Annotated[
     str, typer.Option(help="Arithmetic in bfloat16 or float32; auto is the fastest for the device.")
@@ -54,6 +64,10 @@ ContextOption = Annotated[
         help="Most tokens of a prompt and its answer together; left out, what the model was made for.",
         min=2,
     ),
+]
+DefaultsOption = Annotated[
+    str,
+    typer.Option(help="Sampling values of requests that give none: model takes those of its files, none OpenAI's."),
 ]
 QuantizeOption = Annotated[
     Literal["fp8", "int8", "int4"] | None,

@@ -12,6 +12,7 @@ from headrace.engine import EngineConfig
 from headrace.server.commands.arguments import (
     DeviceOption,
     FileOption,
+    ImplementationOption,
     ModelArgument,
     QuantizeHeadOption,
     QuantizeOption,
@@ -27,6 +28,7 @@ def inspect(
     model: ModelArgument = None,
     file: FileOption = None,
     device: DeviceOption = "auto",
+    model_impl: ImplementationOption = "auto",
     quantize: QuantizeOption = None,
     quantize_head: QuantizeHeadOption = False,
     kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="Keys and values in 16 bits, or in 8 on GPUs.")] = (
@@ -51,6 +53,7 @@ def inspect(
             model=chosen_model(model),
             file=file,
             device=device,
+            model_impl=model_impl,
             quantize=quantize,
             quantize_head=quantize_head,
             kv_dtype=kv_dtype,

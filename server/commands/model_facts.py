@@ -41,6 +41,7 @@ def _sections(facts: ModelFacts) -> Iterator[_Section]:
     rows = [("model", facts.model)]
     rows += [] if facts.path in (None, facts.model) else [("found at", str(facts.path))]
     rows += [] if facts.shape is None else _shape(facts.shape)
+    rows += [] if facts.fallback is None else [("computed by", f"transformers (fallback): {facts.fallback}")]
     yield _Section("Model", rows)
     if facts.stored_bytes:
         rows = _weights(facts.stored, facts.stored_bytes)

@@ -21,9 +21,11 @@ from rich.console import Console
 from headrace.engine import InvalidParams
 from headrace.server.commands.arguments import (
     ContextOption,
+    DefaultsOption,
     DeviceOption,
     DtypeOption,
     FileOption,
+    ImplementationOption,
     ModelArgument,
     SeedOption,
     chosen_model,
@@ -79,10 +81,6 @@ ParserOption = Annotated[
     ),
 ]
 FormatOption = Annotated[str, typer.Option(help="auto reads the weights; random invents them, for benchmarks.")]
-DefaultsOption = Annotated[
-    str,
-    typer.Option(help="Sampling values of requests that give none: model takes those of its files, none OpenAI's."),
-]
 RowsOption = Annotated[
     int | None, typer.Option("--max-num-seqs", "--max-rows", help="Most requests in one step.", min=1)
 ]
@@ -182,6 +180,7 @@ def serve(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     load_format: FormatOption = "auto",
+    model_impl: ImplementationOption = "auto",
     generation_defaults: DefaultsOption = "model",
     max_model_len: ContextOption = None,
     max_num_seqs: RowsOption = None,
@@ -234,6 +233,7 @@ def serve(
         "device": device,
         "dtype": dtype,
         "load_format": load_format,
+        "model_impl": model_impl,
         "generation_defaults": generation_defaults,
         "max_context": max_model_len,
         "max_rows": max_num_seqs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 
 import torch
 
@@ -15,6 +16,7 @@ from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner, cpu_ops
 from headrace.engine.model.cpu.sizing import cpu_dtype, cpu_limits, cpu_sizes, runs_native
 from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.adapter_device import adapter_device
 from headrace.engine.model.shared.device import Device
 from headrace.engine.model.shared.load_threads import load_threads
@@ -31,7 +33,7 @@ __all__ = ["open_cpu"]
 _GRANULE_BYTES = 4096  # bounds what slots may hold; on a CPU they take no memory of their own
 
 
-def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
+def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel) -> Device:
     """Load the weights and make the runner.
 
     Raises:
@@ -71,13 +73,45 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source) -> Device:
 def _make_runner(
     config: EngineConfig,
     spec: DecoderSpec,
-    source: Source,
+    source: Source | ForeignModel,
     ops: dict[MixerSpec, CpuOps],
     capacity: Capacity,
     dtype: torch.dtype,
     bank: CpuBank | None,
     threads: int,
 ) -> CpuRunner:
+    if isinstance(source, ForeignModel):
+        load = _foreign_loader(source, ops, dtype)
+    else:
+        load = _loader(config, spec, source, ops, dtype, threads)
+    return CpuRunner(load, ops, capacity, threads, bank)
+
+
+def _foreign_loader(model: ForeignModel, ops: dict[MixerSpec, CpuOps], dtype: torch.dtype) -> Callable[[], CpuDecoder]:
+    is_native = any(isinstance(each, NativeOps) for each in ops.values())
+
+    def load() -> CpuDecoder:
+        decoder: CpuDecoder = model.open(
+            ops,
+            lambda step: step.positions_N,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            activations=torch.float32 if is_native else None,
+        )
+        return_freed_memory()
+        return decoder
+
+    return load
+
+
+def _loader(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    source: Source,
+    ops: dict[MixerSpec, CpuOps],
+    dtype: torch.dtype,
+    threads: int,
+) -> Callable[[], CpuDecoder]:
     again = rereading(source)  # an open file is closed by then
     sources = iter([source])
 
@@ -106,4 +140,4 @@ def _make_runner(
         return_freed_memory()
         return decoder
 
-    return CpuRunner(load, ops, capacity, threads, bank)
+    return load

@@ -18,7 +18,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
-from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
@@ -40,7 +40,7 @@ from headrace.ops.cpu.step import CpuStep
 
 __all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops"]
 
-CpuDecoder: TypeAlias = Decoder[CpuLinear, CpuStep, CpuKv]
+CpuDecoder: TypeAlias = Network[CpuLinear, CpuStep, CpuKv]
 
 Variants: TypeAlias = Mapping[str, Callable[[Attention], Weigh]]
 """For each `Attention.scores` beside softmax, a function that returns how the scores of an attention become weights."""

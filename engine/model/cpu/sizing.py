@@ -13,6 +13,7 @@ from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.checkpoint.weights import Source, describe_weights
 from headrace.engine.model.cpu.kept import kept_parts
 from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.device import Limits, fit
 from headrace.engine.model.shared.memory import free_host_bytes
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
@@ -107,7 +108,10 @@ def runs_native(spec: DecoderSpec) -> bool:
 
 
 def cpu_sizes(
-    config: EngineConfig, spec: DecoderSpec, source: Source, ops: Mapping[MixerSpec, CpuOps] | None = None
+    config: EngineConfig,
+    spec: DecoderSpec,
+    source: Source | ForeignModel,
+    ops: Mapping[MixerSpec, CpuOps] | None = None,
 ) -> CpuSizes:
     """Return the memory of a model that `ops` run; None makes such as would run it, for the time of the call.
 
@@ -122,6 +126,9 @@ def cpu_sizes(
         with closing(next(iter(made.values()))):
             return cpu_sizes(config, spec, source, made)
     first = next(iter(ops.values()))
+    page_bytes = first.page_bytes(spec.num_layers)
+    if isinstance(source, ForeignModel):
+        return CpuSizes(config, spec, limits, dtype, page_bytes, source.parts(dtype))
     weights = describe_weights(
         source,
         spec,
@@ -131,5 +138,4 @@ def cpu_sizes(
         quantize=config.quantize,
         quantize_head=config.quantize_head,
     )
-    page_bytes = first.page_bytes(spec.num_layers)
     return CpuSizes(config, spec, limits, dtype, page_bytes, kept_parts(weights, first))

@@ -9,8 +9,9 @@ ops/cuda/block.py, what a graph is made of.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from headrace.engine.model.cuda.decodes import Decodes
 from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler, Variant
+from headrace.engine.model.cuda.steps import is_lost
 from headrace.engine.model.spec import MixerSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, DecodeKernel, DecodeRoom, resolve_decode
@@ -36,6 +38,8 @@ from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
 from headrace.ops.cuda.hazards import Launch
 
 __all__ = ["DecodeGraphs", "Key", "buckets"]
+
+logger = logging.getLogger("headrace.engine")
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256)
 _STRIDE = 64
@@ -103,6 +107,23 @@ class _Planned:
             attention.plan(self._covered.tolist())
 
 
+class _Uncaptured:
+    """A step in the place of its graph: it is enqueued operation by operation, each time."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def replay(self) -> None:
+        """Enqueue the step."""
+        self._run()
+
+    def reset(self) -> None:
+        """Do nothing: there is no memory to release."""
+
+
+_Graph: TypeAlias = "torch.cuda.CUDAGraph | _Uncaptured"
+
+
 class DecodeGraphs:
     """Captures and replays decode steps of one runner, all on one stream."""
 
@@ -145,7 +166,9 @@ class DecodeGraphs:
         self._ways, self._kernels = _ways(kernels, self._shape, any_ops.arch, attention)
         self._room = DecodeRoom(any_ops.arch, self._device, most_rows=self._buckets[-1], pdl=self._pdl)
         self._inputs = self._allocate(max_rows)
-        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Key, _Graph] = {}
+        self._is_capturing = True
+        """Whether steps are captured, as all are but those of a foreign model that cannot be."""
         self._pool: Any = None
         self._plans: dict[tuple[int, str], _Planned] = {}
         self._steps: dict[tuple[int, str], dict[MixerSpec, DecodeStep | WholeStep]] = {}
@@ -171,10 +194,10 @@ class DecodeGraphs:
         return _keys(bucket, self._way(bucket, decodes.mean_context), variant, use)
 
     def ready(self, keys: Sequence[Key]) -> bool:
-        """Return whether `prepare` would find all of them captured: capturing takes a hundred milliseconds."""
-        return all(key in self._graphs for key in keys)
+        """Return whether all are captured: capturing takes a hundred milliseconds, and a step without graphs may."""
+        return self._is_capturing and all(key in self._graphs for key in keys)
 
-    def prepare(self, keys: Sequence[Key], decodes: Decodes) -> list[torch.cuda.CUDAGraph]:
+    def prepare(self, keys: Sequence[Key], decodes: Decodes) -> list[_Graph]:
         """Return the graphs of `keys`, planned for `decodes`; capture those that are missing.
 
         Raises:
@@ -212,19 +235,38 @@ class DecodeGraphs:
     def _way(self, bucket: int, context: int) -> str:
         return self._choice if self._choice != "auto" else self._ways.at(bucket, context).name
 
-    def _graph(self, key: Key) -> torch.cuda.CUDAGraph:
+    def _graph(self, key: Key) -> _Graph:
         graph = self._graphs.get(key)
         if graph is None:
             try:
-                graph = self._capture(key)
-            except (torch.OutOfMemoryError, torch.AcceleratorError):  # already errors that callers know
+                graph = self._capture(key) if self._is_capturing else self._uncaptured(key)
+            except torch.OutOfMemoryError:  # already an error that callers know
                 raise
             except Exception as error:
+                if self._decoder.is_foreign and self._is_capturing and not is_lost():
+                    self._stop_capturing(error)
+                    return self._graph(key)
+                if isinstance(error, torch.AcceleratorError):
+                    raise
                 raise DeviceUnavailable(
                     f"the decode graph of {key.bucket} rows ({key.way} attention) could not be captured: {error}"
                 ) from error
             self._graphs[key] = graph
         return graph
+
+    def _stop_capturing(self, error: Exception) -> None:
+        """Do without graphs from now on: the model's module does what a graph cannot record."""
+        logger.warning("decodes of this model run without CUDA graphs, and slower: %s", str(error).split("\n")[0])
+        self._is_capturing = False
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
+    def _uncaptured(self, key: Key) -> _Uncaptured:
+        bucket, way, *_ = key
+        if (bucket, way) not in self._steps:
+            self._steps[bucket, way] = self._make_steps(bucket, way)
+        return _Uncaptured(lambda: self._run(key))
 
     def _capture(self, key: Key) -> torch.cuda.CUDAGraph:
         bucket, way, *_ = key

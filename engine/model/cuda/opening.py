@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -16,16 +17,18 @@ from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import DecoderWeights, Source, load_weights
 from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
 from headrace.engine.model.shared.device import BuiltKernels, Device, Limits, fit
 from headrace.engine.model.shared.gpu_sizes import DTYPE, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
 from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity
+from headrace.engine.stats import WeightPart
 
 try:
     from headrace.engine.model.cuda.adapters import CudaBank
-    from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, head_shape, kinds_of
+    from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, head_shape, kinds_of, positions_of
     from headrace.engine.model.cuda.runner import CudaRunner
     from headrace.engine.model.cuda.sleep import Weights
     from headrace.ops.cuda.arch import Arch
@@ -50,10 +53,20 @@ _opening = threading.Lock()
 calls such as loading a kernel may end the capture of a graph in another thread."""
 
 
+class _Loaded(NamedTuple):
+    """A model on the GPU."""
+
+    decoder: CudaDecoder
+    ops: dict[MixerSpec, CudaOps]
+    reload: Callable[[], object]
+    """Reads the weights once more, into the same memory."""
+    parts: tuple[WeightPart, ...]
+
+
 def open_cuda(
     config: EngineConfig,
     spec: DecoderSpec,
-    source: Source,
+    source: Source | ForeignModel,
     device: torch.device,
     *,
     installed_kernels: bool = True,
@@ -93,15 +106,52 @@ def open_cuda(
 def _open(
     config: EngineConfig,
     spec: DecoderSpec,
-    source: Source,
+    source: Source | ForeignModel,
     device: torch.device,
     arch: Arch,
     kernels: Kernels,
     blank: bool,
 ) -> Device:
+    limits, memory = gpu_limits(config, spec), WeightMemory(device)
+    if isinstance(source, ForeignModel):
+        loaded = _load_foreign(config, source, memory, device, arch, kernels)
+    else:
+        loaded = _load(config, spec, source, memory, device, arch, kernels, blank)
+    decoder, ops = loaded.decoder, loaded.ops
+    bank = _make_bank(config, spec, ops, limits)
+    page_bytes = next(iter(ops.values())).page_bytes(spec.num_layers)
+    free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device, kernels)
+    capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
+    runner = CudaRunner(
+        decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank,
+        weights=Weights(memory, loaded.reload), kernels=kernels,
+    )  # fmt: skip
+    try:
+        runner.warm_up()
+    except BaseException:
+        runner.close()
+        raise
+    adapters = None
+    if bank is not None:
+        adapters = adapter_device(
+            config, spec, bank, dtype=DTYPE, granule_bytes=CudaBank.granule_bytes, take=bank.memory
+        )
+    name = str(DTYPE).removeprefix("torch.")
+    return Device(runner, capacity, str(device), name, page_bytes, runner.abilities, adapters, loaded.parts)
+
+
+def _load(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    source: Source,
+    memory: WeightMemory,
+    device: torch.device,
+    arch: Arch,
+    kernels: Kernels,
+    blank: bool,
+) -> _Loaded:
+    """Load a model into `memory`."""
     dtype = DTYPE
-    limits = gpu_limits(config, spec)
-    memory = WeightMemory(device)
     again = rereading(source)  # an open file is closed by then
 
     def load(source: Source) -> DecoderWeights:
@@ -116,7 +166,7 @@ def _open(
     ops = cuda_ops(
         spec,
         page_size=config.page_size,
-        max_positions=limits.context,
+        max_positions=gpu_limits(config, spec).context,
         dtype=dtype,
         kv_dtype=kv_dtype(config),
         kv_scales=weights.kv_scales,
@@ -125,27 +175,35 @@ def _open(
         kernels=kernels,
         codes=kinds_of(weights),
     )
-    decoder: CudaDecoder = Decoder(spec, weights, ops)
-    bank = _make_bank(config, spec, ops, limits)
-    page_bytes = next(iter(ops.values())).page_bytes(spec.num_layers)
-    free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device, kernels)
-    capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
-    runner = CudaRunner(
-        decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank,
-        weights=Weights(memory, lambda: load(again())), kernels=kernels,
-    )  # fmt: skip
-    try:
-        runner.warm_up()
-    except BaseException:
-        runner.close()
-        raise
-    adapters = None
-    if bank is not None:
-        adapters = adapter_device(
-            config, spec, bank, dtype=dtype, granule_bytes=CudaBank.granule_bytes, take=bank.memory
-        )
-    name = str(dtype).removeprefix("torch.")
-    return Device(runner, capacity, str(device), name, page_bytes, runner.abilities, adapters, stored_parts(weights))
+    return _Loaded(Decoder(spec, weights, ops), ops, lambda: load(again()), stored_parts(weights))
+
+
+def _load_foreign(
+    config: EngineConfig,
+    model: ForeignModel,
+    memory: WeightMemory,
+    device: torch.device,
+    arch: Arch,
+    kernels: Kernels,
+) -> _Loaded:
+    """Load a model whose layers another library computes into `memory`; of the kernels, it uses those of attention."""
+    ops = cuda_ops(
+        model.spec,
+        page_size=config.page_size,
+        max_positions=gpu_limits(config, model.spec).context,
+        dtype=DTYPE,
+        kv_dtype=kv_dtype(config),
+        kv_scales={},
+        device=device,
+        arch=arch,
+        kernels=kernels._replace(products=()),
+    )
+    decoder: CudaDecoder = model.open(ops, positions_of, dtype=DTYPE, device=device, empty=memory.empty)
+
+    def reload() -> None:
+        model.reload(dtype=DTYPE, device=device, empty=memory.empty)
+
+    return _Loaded(decoder, ops, reload, model.parts(DTYPE))
 
 
 def _make_bank(
@@ -188,7 +246,9 @@ def _host_memory(config: EngineConfig) -> PiecePool:
         ) from None
 
 
-def build_kernels(config: EngineConfig, spec: DecoderSpec, source: Source, device: torch.device) -> BuiltKernels:
+def build_kernels(
+    config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel, device: torch.device
+) -> BuiltKernels:
     """Compile every kernel that an engine of `config` may use for weights in the formats of `source`.
 
     Raises:
@@ -200,7 +260,7 @@ def build_kernels(config: EngineConfig, spec: DecoderSpec, source: Source, devic
     try:
         assert isinstance(opened.runner, CudaRunner)
         opened.runner.warm_up(everything=True)
-        formats = opened.runner.formats
+        formats = opened.runner.formats or ("dense",)  # of products that another library computes
     except CannotCompile as error:
         raise DeviceUnavailable(f"device: {error}") from error
     finally:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.cuda.compiling import compiles
-from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.shape import HeadShape
-from headrace.ops.cuda.attention.steps import CudaStep
+from headrace.ops.cuda.attention.steps import CudaStep, PrefillStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.codes.kinds import Kind
 from headrace.ops.cuda.codes.layout import CodeLayout
@@ -27,9 +27,9 @@ from headrace.ops.cuda.products.packed import CudaProduct, Products
 from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom
 from headrace.ops.paged import KvScales
 
-__all__ = ["CudaDecoder", "cuda_ops", "head_shape", "kinds_of"]
+__all__ = ["CudaDecoder", "cuda_ops", "head_shape", "kinds_of", "positions_of"]
 
-CudaDecoder: TypeAlias = Decoder[CudaProduct, CudaStep, Tensor]
+CudaDecoder: TypeAlias = Network[CudaProduct, CudaStep, Tensor]
 
 
 def head_shape(attention: Attention, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> HeadShape:
@@ -90,6 +90,11 @@ def cuda_ops(
         )
         for attention in kinds
     }
+
+
+def positions_of(step: CudaStep) -> Tensor:
+    """Return the position of each of a step's tokens, [N]."""
+    return step.positions_N if isinstance(step, PrefillStep) else step.inputs.positions_B
 
 
 def kinds_of(weights: DecoderWeights) -> list[Kind]:

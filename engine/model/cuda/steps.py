@@ -21,7 +21,7 @@ from headrace.engine.model.shared.results import LATE, step_result
 from headrace.engine.scheduling.plan import StepPlan, Work
 from headrace.engine.scheduling.result import Choice, StepResult
 
-__all__ = ["CudaStep", "Result", "faults_are_fatal", "places_of", "split"]
+__all__ = ["CudaStep", "Result", "faults_are_fatal", "is_lost", "places_of", "split"]
 
 
 class Result:
@@ -185,7 +185,7 @@ class _FaultsAreFatal:
         """Raise `EngineCrashed` for a fault of the device; let other errors pass."""
         if not isinstance(error, Exception) or isinstance(error, torch.OutOfMemoryError):
             return
-        if isinstance(error, torch.AcceleratorError) or _is_lost():  # Triton and FlashInfer raise errors of their own
+        if isinstance(error, torch.AcceleratorError) or is_lost():  # Triton and FlashInfer raise errors of their own
             raise EngineCrashed(f"the device failed: {error}") from error
 
 
@@ -197,7 +197,7 @@ def faults_are_fatal() -> contextlib.AbstractContextManager[None]:
     return _FAULTS_ARE_FATAL
 
 
-def _is_lost() -> bool:
+def is_lost() -> bool:
     """Return whether the current device has stopped answering."""
     try:
         torch.cuda.current_stream().query()

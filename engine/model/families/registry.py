@@ -55,7 +55,7 @@ from headrace.engine.model.families.stablelm import STABLELM
 from headrace.engine.model.families.starcoder2 import STARCODER2
 from headrace.engine.model.spec import DecoderSpec
 
-__all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "read_hf_config"]
+__all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "has_family", "read_hf_config"]
 
 FAMILIES: Final = (
     LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4, SEED_OSS,
@@ -85,6 +85,14 @@ def read_hf_config(folder: Path) -> dict[str, object]:
             refuse(QUANTISATION_FILE, "quantization", beside, "an object")
         config["quantization_config"] = {**beside, "quant_method": "modelopt"}
     return config
+
+
+def has_family(config: Mapping[str, object], families: Sequence[Family] = FAMILIES) -> bool:
+    """Return whether a config.json names a family here, whether or not the rest of it can be read."""
+    named = config.get("architectures")
+    if named is None:
+        return any(config.get("model_type") == family.model_type for family in families)
+    return isinstance(named, list) and len(named) == 1 and named[0] in _by_architecture(families)
 
 
 def from_hf(
@@ -145,9 +153,7 @@ def _family(fields: Fields, families: Sequence[Family]) -> tuple[str, Family]:
                 _check_code(fields, family)
                 return family.architecture, family
         fields.refuse("model_type", ", ".join(family.model_type for family in families))
-    headless = {family.headless or family.architecture.replace("ForCausalLM", "Model"): family for family in families}
-    former = {name: family for family in families for name in family.former_names}
-    known = {family.architecture: family for family in families} | headless | former
+    known = _by_architecture(families)
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in known:
         _check_code(fields)
         fields.refuse("architectures", ", ".join(known))
@@ -155,7 +161,14 @@ def _family(fields: Fields, families: Sequence[Family]) -> tuple[str, Family]:
     _check_code(fields, family)
     if fields.data.get("model_type", family.model_type) != family.model_type:
         fields.refuse("model_type", f"{family.model_type}, which goes with {named[0]}")
-    return family.architecture if named[0] in former else named[0], family
+    return family.architecture if named[0] in family.former_names else named[0], family
+
+
+def _by_architecture(families: Sequence[Family]) -> dict[str, Family]:
+    """Return the families by the names of their architectures: with a head, without, and former ones."""
+    headless = {family.headless or family.architecture.replace("ForCausalLM", "Model"): family for family in families}
+    former = {name: family for family in families for name in family.former_names}
+    return {family.architecture: family for family in families} | headless | former
 
 
 def _check_code(fields: Fields, family: Family | None = None) -> None:

@@ -9,7 +9,7 @@ feeds/dense.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Generic, NamedTuple
+from typing import Final, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ class _Layer(NamedTuple, Generic[Packed, Step, Kv]):
 
 class Decoder(Generic[Packed, Step, Kv]):
     """Embeddings, layers and output head of one model."""
+
+    is_foreign: Final = False
+    """Whether the layers are another library's, as `Network` says."""
 
     def __init__(
         self,

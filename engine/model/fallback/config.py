@@ -1,0 +1,133 @@
+"""Reads a config.json as transformers does and finds the class of the model, or refuses by name; runs no model's code.
+
+A class is one of the transformers library's own: code that lies beside a checkpoint is never imported. What is refused
+here is what a config says; what only a module shows is refused by tracing.py and the trial.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple, NoReturn
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+from headrace.adapters.untrusted import refuse
+from headrace.engine.errors import ModelRejected
+
+__all__ = ["FOUND_IN", "ModelClass", "knows", "model_class"]
+
+FOUND_IN: Final = "the transformers library's own module"
+_ORIGIN: Final = "config.json"
+_LAYERS: Final = frozenset(("full_attention", "sliding_attention", "attention"))
+_CHANGING_ROPES: Final = frozenset(("dynamic", "longrope"))
+_NOT_SHAPES: Final = ("_", "attn_implementation", "experts_implementation", "fusion_config", "transformers_weights")
+"""Beginnings of fields that say nothing of a model: they choose implementations, some of them the hub's, and files."""
+_ABSENT: Final[tuple[object, ...]] = (None, False, 0, [], {}, "")
+_REFUSED: Final[Mapping[str, str]] = {
+    "auto_map": "models that need no code of their own",
+    "quantization_config": "weights that are not quantised, where transformers' own module runs the model",
+    "is_encoder_decoder": "models without an encoder",
+    "add_cross_attention": "attention to the model's own tokens alone",
+    "num_kv_shared_layers": "layers with keys and values of their own",
+    "alibi": "positions that are not added to scores",
+    "use_bidirectional_attention": "attention to earlier tokens alone",
+}
+"""Fields that nothing here computes if they are set, and what is supported instead."""
+
+
+class ModelClass(NamedTuple):
+    """A model of the transformers library: the class, and the configuration that it is made with."""
+
+    kind: type[PreTrainedModel]
+    config: PreTrainedConfig
+    has_head: bool
+    """Whether the class chooses tokens."""
+
+    def copied(self) -> PreTrainedConfig:
+        """Return a copy of the configuration: making a model changes it."""
+        return copy.deepcopy(self.config)
+
+
+def knows(described: Mapping[str, object]) -> bool:
+    """Return whether the transformers library has a causal language model for the names in a config.json."""
+    kind, named = described.get("model_type"), described.get("architectures")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return False
+    names = [mapping.get(kind) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES)]
+    return names[0] is not None and (named is None or named in [[name] for name in names])
+
+
+def model_class(described: Mapping[str, object]) -> ModelClass:
+    """Return the class and the configuration of a config.json.
+
+    Raises:
+        ModelRejected: The transformers library has no such class, or the model has what the fallback cannot compute;
+            the error names the field.
+    """
+    for field, supported in _REFUSED.items():
+        if described.get(field) not in _ABSENT:
+            refuse(_ORIGIN, field, described[field], supported)
+    if described.get("model_type") not in CONFIG_MAPPING:
+        refuse(_ORIGIN, "model_type", described.get("model_type"), "families of headrace and of transformers")
+    config = _read(described)
+    _check(config)
+    named = described.get("architectures")
+    for mapping, has_head in ((MODEL_FOR_CAUSAL_LM_MAPPING, True), (MODEL_MAPPING, False)):
+        kind = mapping.get(type(config), None)
+        if isinstance(kind, type) and (named is None or named == [kind.__name__]):
+            _check_class(kind)
+            return ModelClass(kind, config, has_head)
+    refuse(_ORIGIN, "architectures", named, "one causal language model, or one without its head")
+
+
+def _read(described: Mapping[str, object]) -> PreTrainedConfig:
+    kind = CONFIG_MAPPING[str(described["model_type"])]
+    plain = {name: value for name, value in described.items() if not name.startswith(_NOT_SHAPES)}
+    try:
+        config: PreTrainedConfig = kind.from_dict(copy.deepcopy(plain))
+    except Exception as error:  # a stranger's values in another library's constructor
+        raise ModelRejected(f"{_ORIGIN}: transformers cannot read it: {error}", field=_ORIGIN) from error
+    return config
+
+
+def _check(config: PreTrainedConfig) -> None:
+    """Refuse what the configuration's class sets where the file does not."""
+    for field in ("is_encoder_decoder", "add_cross_attention", "num_kv_shared_layers", "alibi"):
+        if getattr(config, field, None) not in _ABSENT:
+            refuse(_ORIGIN, field, getattr(config, field), _REFUSED[field])
+    if config.get_text_config() is not config:
+        refuse(_ORIGIN, "model_type", config.model_type, "models of text alone, where they have no native code")
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    for kind in types:
+        if kind not in _LAYERS:
+            refuse(_ORIGIN, "layer_types", kind, ", ".join(sorted(_LAYERS)))
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        if rope.get("rope_type") in _CHANGING_ROPES:
+            refuse(_ORIGIN, "rope_type", rope["rope_type"], "rotations that do not depend on a request's length")
+
+
+def _ropes(parameters: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the parameters of each rotary embedding: one, or one for each kind of layer."""
+    if isinstance(parameters, Mapping):
+        yield parameters
+        for value in parameters.values():
+            yield from _ropes(value)
+
+
+def _check_class(kind: type[PreTrainedModel]) -> None:
+    if getattr(kind, "_is_stateful", False):
+        _refuse_class(kind, "keeps a state beside keys and values, as linear attention and state-space layers do")
+    if not getattr(kind, "_supports_attention_backend", False):
+        _refuse_class(kind, "computes its attention itself, not through transformers' attention interface")
+
+
+def _refuse_class(kind: type[PreTrainedModel], why: str) -> NoReturn:
+    raise ModelRejected(
+        f"{_ORIGIN}: architectures is {kind.__name__}, which has no native code here, and its module in transformers "
+        f"{why}",
+        field="architectures",
+        value=kind.__name__,
+    )

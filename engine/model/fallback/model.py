@@ -1,0 +1,179 @@
+"""`FallbackModel`: a model that transformers' own module computes, described by its config alone until it is loaded.
+
+Next to read: tracing.py for what is found out, network.py for what runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headrace.adapters.untrusted import refuse
+from headrace.engine.model.checkpoint.parameters import Empty
+from headrace.engine.model.checkpoint.weight_parts import WeightSum
+from headrace.engine.model.fallback.config import ModelClass, model_class
+from headrace.engine.model.fallback.loading import load_module, moved, random_module
+from headrace.engine.model.fallback.network import FallbackDecoder
+from headrace.engine.model.fallback.tracing import Traced, build_blank, embedding_of, trace
+from headrace.engine.model.network.foreign import ForeignModel, ForeignOps
+from headrace.engine.model.network.operations import Kv, Packed, Step
+from headrace.engine.model.roles import Fused, Names
+from headrace.engine.model.rope import UNROTATED
+from headrace.engine.model.spec import LIMITS, DecoderSpec, FeedSpec, LayerSpec, MixerSpec, Norms
+from headrace.engine.stats import ModelPart, WeightPart
+
+__all__ = ["FallbackModel"]
+
+_ORIGIN: Final = "config.json"
+_NO_NAMES: Final = Names("", {}, re.compile(r"(?!)"))
+_NORMS: Final = Norms(1e-6)  # of nothing: the module has norms of its own
+
+
+class _ForeignFeed(FeedSpec):
+    """The feed of a layer that a module computes by itself."""
+
+    __slots__ = ()
+
+    def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
+        """Return nothing: the module has its parameters."""
+        return {}
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether `other` is of this kind, too."""
+        return isinstance(other, _ForeignFeed)
+
+    def __hash__(self) -> int:
+        """Return one number for all."""
+        return hash(_ForeignFeed)
+
+
+class FallbackModel(ForeignModel):
+    """A model of the transformers library, with the source of its weights."""
+
+    def __init__(self, found: ModelClass, source: Path | Literal["random"], *, seed: int = 0, why: str = "") -> None:
+        """Trace the module of `found`.
+
+        Args:
+            found: The class and the configuration.
+            source: A folder with safetensors, or "random".
+            seed: Seed of random weights.
+            why: Sentence that says why the model has no native code.
+
+        Raises:
+            ModelRejected: The module cannot be run over paged keys and values; the error says why.
+        """
+        self.found, self._source, self._seed, self._why = found, source, seed, why
+        self.packs = False
+        """Whether a device may compute the module's products; a trial finds out."""
+        blank = build_blank(found)
+        self._sizes = _sizes_of(blank)
+        self.traced = trace(found, blank)
+        self._spec = _spec(found, self.traced)
+
+    @classmethod
+    def read(
+        cls, described: Mapping[str, object], source: Path | Literal["random"], *, seed: int = 0, why: str = ""
+    ) -> FallbackModel:
+        """Return the model that a parsed config.json describes; arguments and errors are those of the constructor."""
+        return cls(model_class(described), source, seed=seed, why=why)
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The shape of the model; its layers have the attention that was traced."""
+        return self._spec
+
+    @property
+    def why(self) -> str:
+        """Sentence that says why the model has no native code here."""
+        return self._why
+
+    def parts(self, dtype: torch.dtype) -> tuple[WeightPart, ...]:
+        """Return the formats of the weights in `dtype`, and their bytes."""
+        total = WeightSum()
+        for part, elements in self._sizes.items():
+            total.add(part, str(dtype).removeprefix("torch."), elements * dtype.itemsize)
+        return total.parts()
+
+    def open(
+        self,
+        ops: Mapping[MixerSpec, ForeignOps[Packed, Step, Kv]],
+        positions: Callable[[Step], Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        empty: Empty | None = None,
+        activations: torch.dtype | None = None,
+    ) -> FallbackDecoder[Packed, Step, Kv]:
+        """Load the weights and return the model, whose weights are in tensors of `empty` if it is given.
+
+        The other arguments and the errors are those of `ForeignModel.open`.
+        """
+        module = self._module(dtype)
+        if empty is not None:
+            module = moved(module, device, empty)
+        preferred = activations if self.packs else None
+        return FallbackDecoder(self._spec, module, self.traced.modules, ops, positions, activations=preferred)
+
+    def reload(self, *, dtype: torch.dtype, device: torch.device, empty: Empty) -> None:
+        """Read the weights once more into the tensors of `empty`."""
+        moved(self._module(dtype), device, empty)
+
+    def _module(self, dtype: torch.dtype) -> PreTrainedModel:
+        if self._source == "random":
+            return random_module(self.found, dtype, self._seed)
+        return load_module(self.found, self._source, dtype)
+
+
+def _spec(found: ModelClass, traced: Traced) -> DecoderSpec:
+    """Return the shape of a model as caches and schedulers need it: a layer's feed and norms are the module's affair.
+
+    Raises:
+        ModelRejected: A size is impossible, or the layers have different heads.
+    """
+    config = found.config
+    context = getattr(config, "max_position_embeddings", None)
+    sizes: dict[str, Any] = {"max_context": context, "hidden_size": traced.hidden_size, "vocab_size": traced.vocab_size}
+    for name, size in {**sizes, "num_layers": len(traced.layers)}.items():
+        if not isinstance(size, int) or not 1 <= size <= LIMITS[name]:
+            field = "max_position_embeddings" if name == "max_context" else name
+            refuse(_ORIGIN, field, size, f"an integer from 1 to {LIMITS[name]}")
+    spec = DecoderSpec(
+        architecture=found.kind.__name__,
+        layers=tuple(LayerSpec(attention, _ForeignFeed(), _NORMS) for attention in traced.layers),
+        ropes=(UNROTATED,),
+        hidden_size=traced.hidden_size,
+        vocab_size=traced.vocab_size,
+        max_context=sizes["max_context"],
+        norm_eps=_NORMS.epsilon,
+        tied_head=not found.has_head or bool(getattr(config, "tie_word_embeddings", False)),
+        names=_NO_NAMES,
+        has_head=found.has_head,
+    )
+    assert spec.attention_kinds
+    return spec
+
+
+def _sizes_of(model: PreTrainedModel) -> dict[ModelPart, int]:
+    """Return the number of weights of each part of a module; a head that is the embedding counts once."""
+    sizes: dict[ModelPart, int] = {}
+    ends: dict[Tensor, ModelPart] = {embedding_of(model): "embedding"}
+    find_head: Callable[[], Any] = model.get_output_embeddings  # untyped
+    head = find_head()
+    if head is not None:
+        ends.setdefault(head.weight, "head")
+    for name, parameter in model.named_parameters():
+        part = ends.get(parameter) or _part(name, parameter)
+        sizes[part] = sizes.get(part, 0) + parameter.numel()
+    return sizes
+
+
+def _part(name: str, parameter: Tensor) -> ModelPart:
+    if parameter.dim() < 2:
+        return "other"
+    return "attention" if "attn" in name or "attention" in name else "feed-forward"

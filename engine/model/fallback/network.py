@@ -1,0 +1,120 @@
+"""`FallbackDecoder`: a transformers module that computes flat batches over headrace's pages.
+
+Owns the module; never knows a request or a scheduler. The module gets all tokens of a step as one sequence, [1, N],
+with the position of each in its own request, and no mask and no cache. Its attention function hands queries, keys and
+values, which the module has rotated, to the device's operations, which store and attend by the places of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Generic
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from headrace.engine.model.fallback.head import split_head
+from headrace.engine.model.fallback.interface import Call, attach
+from headrace.engine.model.fallback.products import pack_products
+from headrace.engine.model.network.foreign import ForeignOps
+from headrace.engine.model.network.operations import BlockOps, Kv, Packed, Step
+from headrace.engine.model.spec import DecoderSpec, MixerSpec
+
+__all__ = ["FallbackDecoder"]
+
+
+@dataclass(slots=True)
+class _Now(Generic[Step, Kv]):
+    """The step that is being computed."""
+
+    steps: Mapping[MixerSpec, Step] | None = None
+    kv: Kv | None = None
+
+
+class _Layer(Generic[Packed, Step, Kv]):
+    """The attention of one layer."""
+
+    def __init__(self, number: int, mixer: MixerSpec, ops: ForeignOps[Packed, Step, Kv], now: _Now[Step, Kv]) -> None:
+        self._number, self._mixer, self._ops, self._now = number, mixer, ops, now
+
+    def __call__(self, call: Call) -> Tensor:
+        """Store the keys and values of all tokens, and attend over the pages of their rows."""
+        steps, kv = self._now.steps, self._now.kv
+        assert steps is not None and kv is not None
+        _, heads, tokens, size = call.q_1HND.shape
+        v_1KND, of_value = call.v_1KND, call.v_1KND.shape[3]
+        if of_value < size:
+            v_1KND = functional.pad(v_1KND, (0, size - of_value))  # pages have one size of heads
+        parts = (part[0].transpose(0, 1) for part in (call.q_1HND, call.k_1KND, v_1KND))
+        qkv_NX = self._ops.side_by_side(*parts)
+        o_NX = self._ops.attend_with(qkv_NX, None, steps[self._mixer], kv, self._number)
+        o_1NHD = o_NX.to(call.q_1HND.dtype).view(1, tokens, heads, size)
+        return o_1NHD[..., :of_value]
+
+
+class FallbackDecoder(Generic[Packed, Step, Kv]):
+    """A transformers module in the place of `Decoder`."""
+
+    is_foreign: Final = True
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        model: PreTrainedModel,
+        modules: tuple[str, ...],
+        ops: Mapping[MixerSpec, ForeignOps[Packed, Step, Kv]],
+        positions: Callable[[Step], Tensor],
+        *,
+        activations: torch.dtype | None = None,
+    ) -> None:
+        """Take over `model`.
+
+        Args:
+            spec: The shape of the model.
+            model: The module with its weights, made with the attention `interface.ATTENTION`.
+            modules: Names, within the module without its head, of the modules whose attention is that of each layer.
+            ops: The device's operations, by each of the different mixers of `spec`. They must not rotate heads.
+            positions: Returns the position of each of a step's tokens, [N].
+            activations: Dtype that the device prefers for activations, to give it the module's products; None leaves
+                these to torch.
+        """
+        self.spec: Final = spec
+        self.model = model
+        self.base, self._head = split_head(model, has_head=spec.has_head)
+        if activations is not None:
+            pack_products(model, self.base, ops[spec.layers[0].mixer], activations)
+        self._positions, self._kind = positions, spec.layers[0].mixer
+        self._now: _Now[Step, Kv] = _Now()
+        for number, (name, layer) in enumerate(zip(modules, spec.layers, strict=True)):
+            attach([self.base.get_submodule(name)], _Layer(number, layer.mixer, ops[layer.mixer], self._now))
+
+    def hidden(
+        self,
+        tokens_N: Tensor,
+        steps: Mapping[MixerSpec, Step],
+        kv: Kv,
+        last_S: Tensor | None = None,
+        adapted: Mapping[MixerSpec, BlockOps[Packed, Step, Kv]] | None = None,
+    ) -> Tensor:
+        """Do what `Decoder.hidden` does; no token may use an adapter."""
+        assert adapted is None, "adapters are refused when the model is opened"
+        positions_N = self._positions(steps[self._kind]).long()
+        if len(positions_N) < len(tokens_N):  # tokens behind the step's own, whose results nobody reads
+            positions_N = functional.pad(positions_N, (0, len(tokens_N) - len(positions_N)))
+        self._now.steps, self._now.kv = steps, kv
+        try:
+            found = self.base(input_ids=tokens_N.long()[None], position_ids=positions_N[None], use_cache=False)
+        finally:
+            self._now.steps = self._now.kv = None
+        hidden_NE: Tensor = found.last_hidden_state[0]
+        return hidden_NE if last_S is None else hidden_NE[last_S]
+
+    def logits(
+        self, hidden_SE: Tensor, adapted: Mapping[MixerSpec, BlockOps[Packed, Step, Kv]] | None = None
+    ) -> Tensor:
+        """Return float32 logits [S, V] by the model's own head, which rounds them to the module's dtype."""
+        assert adapted is None and self._head is not None
+        return self._head(hidden_SE[None])[0].float()

@@ -1,0 +1,112 @@
+"""`pack_products`: gives the linear layers of a module to the device's own products; leaves all else as it is.
+
+A packed weight is kept in the form in which the device multiplies by it, and the module's own copy is dropped. Whether
+a module computes the same with such layers is tried on a small one first (cpu/trial.py): one may read `weight` itself.
+"""
+
+from __future__ import annotations
+
+from typing import Generic
+
+import torch
+from torch import Tensor, nn
+
+from headrace.engine.model.network.foreign import ForeignOps
+from headrace.engine.model.network.operations import Kv, Packed, ReadableHead, Step
+from headrace.ops.formats import Stored
+
+__all__ = ["pack_products"]
+
+_SITE = "foreign"
+
+
+class _Product(nn.Module, Generic[Packed, Step, Kv]):
+    """A linear layer whose weight the device has packed."""
+
+    def __init__(self, ops: ForeignOps[Packed, Step, Kv], linear: nn.Linear) -> None:
+        super().__init__()
+        self._ops, self.out_features = ops, linear.out_features
+        bias_O = None if linear.bias is None else linear.bias.detach()
+        self.packed = ops.pack(Stored.from_dense(linear.weight.detach()), bias_O)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b for inputs of any shape [..., in], in their dtype."""
+        y_NO = self._ops.linear(x.reshape(-1, x.shape[-1]), self.packed, 0, _SITE)
+        return y_NO.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+class _Rounding(nn.Module):
+    """A head that is the very table of the embeddings, which is not packed: it takes and gives another dtype."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear, self._dtype = linear, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b."""
+        y: Tensor = self.linear(x.to(self.linear.weight.dtype))
+        return y.to(self._dtype)
+
+
+class _Rows(nn.Module):
+    """Embeddings that are the rows of a packed head, or of a table in another dtype than the activations."""
+
+    def __init__(self, rows: nn.Embedding | ReadableHead, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rows, self._dtype = rows, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of ids of any shape."""
+        if isinstance(self.rows, nn.Embedding):
+            found: Tensor = self.rows(ids)
+            return found.to(self._dtype)
+        rows_NE = self.rows.read_rows(ids.reshape(-1))
+        return rows_NE.to(self._dtype).view(*ids.shape, -1)
+
+
+def pack_products(
+    model: nn.Module, base: nn.Module, ops: ForeignOps[Packed, Step, Kv], activations: torch.dtype
+) -> None:
+    """Pack all plain linear layers of a module, one after the other; each drops its own weight then.
+
+    Args:
+        model: The module with its head, whose `base` was taken out.
+        base: The module without its head.
+        ops: The operations of the device.
+        activations: Dtype that the device prefers for activations. A module all of whose matrices are packed or are
+            embeddings takes it; any other keeps its own.
+    """
+    tables = {getattr(owner, name).weight: type(getattr(owner, name)) for owner, name in _places(base, nn.Embedding)}
+    dtype = next(iter(tables)).dtype
+    heads: dict[Tensor, ReadableHead] = {}
+    roundings: list[tuple[nn.Module, str]] = []
+    for owner, name in (*_places(base, nn.Linear), *_places(model, nn.Linear)):
+        linear = getattr(owner, name)
+        if tables.get(linear.weight, nn.Embedding) is not nn.Embedding:
+            roundings.append((owner, name))  # a table that does more than look up is needed as it is
+        elif type(linear) is nn.Linear:
+            product = _Product(ops, linear)
+            if linear.weight in tables and isinstance(product.packed, ReadableHead):
+                heads[linear.weight] = product.packed
+            setattr(owner, name, product)
+    if any(each.dim() > 1 and each not in tables for each in _parameters(model, base)):
+        activations = dtype
+    for owner, name in roundings:
+        setattr(owner, name, _Rounding(getattr(owner, name), activations))
+    for owner, name in _places(base, nn.Embedding):
+        table = getattr(owner, name)
+        setattr(owner, name, _Rows(heads.get(table.weight, table), activations))
+    for parameter in _parameters(model, base):
+        if parameter not in tables:
+            parameter.data = parameter.data.to(activations)
+
+
+def _parameters(*roots: nn.Module) -> list[nn.Parameter]:
+    return [each for root in roots for each in root.parameters()]
+
+
+def _places(root: nn.Module, kind: type[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Return where the layers of a kind are within `root`: the module that holds each, and its name there."""
+    return [
+        (owner, name) for owner in root.modules() for name, child in owner.named_children() if isinstance(child, kind)
+    ]

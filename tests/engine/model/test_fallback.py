@@ -1,0 +1,389 @@
+"""What transformers' modules cannot do over pages is refused by name; what they can do works as for other models."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import transformers
+from fallback_models import config_of, made, saved
+from model_driver import ModelUnderTest, capacity
+from torch import Tensor, nn
+from transformers.models.olmo import modeling_olmo
+
+from headrace.engine import Engine, EngineConfig, InvalidParams, ModelRejected, ResponseFormat, SamplingParams
+from headrace.engine.inspection.inspect import inspect_model
+from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.cpu.trial import try_fallback
+from headrace.engine.model.fallback.choice import check_native, fallback_for
+from headrace.engine.model.fallback.model import FallbackModel
+from headrace.engine.model.families.registry import read_hf_config
+from headrace.engine.model.spec import SoftcappedAttention
+from headrace.ops.cpu.native.library import Context, library
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of is not ours to fix
+
+SMALL: dict[str, Any] = {"dtype": "float32", "kv_memory": "1MiB", "page_size": 4}
+SHAPE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def described(name: str = "olmo", **changes: Any) -> dict[str, Any]:
+    """The config.json of a family, changed; `...` leaves a field out."""
+    config = config_of(name)
+    fields = {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]}
+    return {field: value for field, value in (fields | changes).items() if value is not ...}
+
+
+def of_transformers(model_type: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a model with few layers, as transformers would write it."""
+    kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
+    name = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return {**kind(num_hidden_layers=2, **changes).to_dict(), "architectures": [name]}
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
+    "code beside the checkpoint": (
+        lambda: described(auto_map={"AutoModelForCausalLM": "modeling.Planted"}), "auto_map", "no code of their own",
+    ),
+    "quantised weights": (
+        lambda: described(quantization_config={"quant_method": "fp8"}), "quantization_config", "not quantised",
+    ),
+    "an unknown model": (lambda: described(model_type="planted"), "model_type", "families of headrace"),
+    "another architecture": (lambda: described(architectures=["PlantedForCausalLM"]), "architectures", "causal"),
+    "an encoder and a decoder": (lambda: of_transformers("bart"), "is_encoder_decoder", "without an encoder"),
+    "cross attention": (
+        lambda: {**of_transformers("gpt2"), "add_cross_attention": True}, "add_cross_attention", "own tokens",
+    ),
+    "later tokens": (lambda: of_transformers("bert"), "encoder.layer.0.attention.self", "causal attention"),
+    "a state-space model": (lambda: of_transformers("rwkv"), "architectures", "keeps a state beside keys"),
+    "linear attention in a hybrid": (
+        lambda: of_transformers("qwen3_next", layer_types=["linear_attention", "full_attention"]),
+        "layer_types", "full_attention",
+    ),
+    "attention in chunks": (
+        lambda: of_transformers("llama4_text", layer_types=["chunked_attention", "full_attention"]),
+        "layer_types", "full_attention",
+    ),
+    "positions added to scores": (lambda: of_transformers("bloom"), "architectures", "computes its attention itself"),
+    "keys and values of another layer": (
+        lambda: of_transformers("gemma3n_text", num_kv_shared_layers=1), "num_kv_shared_layers", "of their own",
+    ),
+    "scores with sinks": (
+        lambda: of_transformers("gpt_oss"), "layers.0.self_attn", "a scale, a window and a cap alone",
+    ),
+    "two attentions in a layer": (lambda: of_transformers("diffllama"), "attention", "one attention in each layer"),
+    "a rope that depends on the length": (
+        lambda: described(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "rope_type", "request's length",
+    ),
+    "attention to both sides": (
+        lambda: described("gemma", use_bidirectional_attention=True), "use_bidirectional_attention", "earlier tokens",
+    ),
+    "images beside text": (lambda: of_transformers("fuyu"), "model_type", "text alone"),
+    "no bound of positions": (lambda: described(max_position_embeddings=0), "max_position_embeddings", "integer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_work_is_refused_by_name(what: str) -> None:
+    make, field, words = REFUSED[what]
+    with pytest.raises(ModelRejected, match=words) as caught:
+        FallbackModel.read(make(), "random")
+    assert caught.value.field == field
+
+
+def test_code_beside_a_checkpoint_is_never_imported(tmp_path: Path) -> None:
+    saved(made("olmo"), tmp_path)
+    (tmp_path / "modeling.py").write_text("raise SystemExit('imported')")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["auto_map"] = {"AutoModelForCausalLM": "modeling.Planted", "AutoConfig": "modeling.PlantedConfig"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelRejected, match="auto_map"):
+        anyio.run(generated, tmp_path, [1, 2, 3])
+
+
+@pytest.mark.parametrize("window", [1, 2, 13, 4096, 100_000])
+def test_windows_are_found_however_long(window: int) -> None:
+    changes = {"sliding_window": window, "max_position_embeddings": 1 << 18}
+    spec = FallbackModel.read({**described("cwm, window in the middle layer"), **changes}, "random").spec
+    assert spec.windows == (None, window, None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 13, 4096])
+def test_masks_that_are_no_window_are_found(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose mask is in chunks, or lets tokens see others of their block, whatever its config calls it."""
+    from transformers import masking_utils
+
+    chunked = masking_utils.chunked_causal_mask_function
+    for planted in (
+        lambda window: chunked(max(2, size), torch.zeros(1, dtype=torch.int64)),
+        lambda window: lambda batch, head, query, key: key // 64 <= query // 64,
+    ):
+        monkeypatch.setattr(masking_utils, "sliding_window_causal_mask_function", planted)
+        with pytest.raises(ModelRejected, match="a mask that is no window") as caught:
+            FallbackModel.read(described("cwm, window in the middle layer"), "random")
+        assert caught.value.field == "layers.1.self_attn"
+
+
+# -- the trial --------------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_passes_and_has_the_kinds_of_layers_of_the_model() -> None:
+    from headrace.engine.model.fallback.small import small_model
+
+    model = FallbackModel.read(described("vaultgemma, window in the middle layer"), "random")
+    with torch.inference_mode():
+        spec = small_model(model).spec
+    assert [layer.mixer.state.window for layer in spec.layers] == [None, 5]
+    assert all(isinstance(layer.mixer, SoftcappedAttention) for layer in spec.layers)
+    try_fallback(model)
+
+
+def planted_state(patch: pytest.MonkeyPatch) -> None:
+    """A feed that counts its calls."""
+    plain = modeling_olmo.OlmoMLP.forward
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return plain(self, x)
+
+    patch.setattr(modeling_olmo.OlmoMLP, "forward", forward)
+
+
+def planted_buffer(patch: pytest.MonkeyPatch) -> None:
+    """A rotary embedding that changes its frequencies in place, by nothing that would show in few tokens."""
+    plain = modeling_olmo.OlmoRotaryEmbedding.forward
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        self.inv_freq.mul_(1 + 1e-6)
+        return plain(self, x, position_ids)
+
+    patch.setattr(modeling_olmo.OlmoRotaryEmbedding, "forward", forward)
+
+
+def planted_mixing(patch: pytest.MonkeyPatch) -> None:
+    """A feed that adds the token before, as convolutions and shifts of tokens do."""
+    plain = modeling_olmo.OlmoMLP.forward
+    patch.setattr(modeling_olmo.OlmoMLP, "forward", lambda self, x: plain(self, x + 0.1 * x.roll(1, 1)))
+
+
+def planted_positions(patch: pytest.MonkeyPatch) -> None:
+    """A rotary embedding that counts tokens instead of reading their positions."""
+    plain = modeling_olmo.OlmoRotaryEmbedding.forward
+
+    def forward(self: Any, x: Tensor, position_ids: Tensor) -> Any:
+        return plain(self, x, torch.arange(x.shape[1], device=x.device)[None])
+
+    patch.setattr(modeling_olmo.OlmoRotaryEmbedding, "forward", forward)
+
+
+def planted_window(patch: pytest.MonkeyPatch) -> None:
+    """A mixer that the trace takes for one with a window of 4."""
+    from headrace.engine.model.fallback import tracing
+
+    patch.setattr(tracing, "_window", lambda found, name, mask: 4)
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (planted_state, r"keeps state from one call to the next, in layers.0.mlp.calls"),
+        (planted_buffer, r"keeps state from one call to the next, in rotary_emb.inv_freq"),
+        (planted_mixing, "differs over pages"),
+        (planted_positions, "differs over pages"),
+        (planted_window, r"differs over pages: .* at token \d+ of text 0, in step 0"),
+    ],
+)
+def test_a_trial_finds_what_no_config_shows(
+    plant: Callable[[pytest.MonkeyPatch], None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    model = FallbackModel.read(described(), "random")
+    with pytest.raises(ModelRejected, match=words) as caught:
+        try_fallback(model)
+    assert caught.value.field == "architectures" and caught.value.value == "OlmoForCausalLM"
+
+
+# -- an engine --------------------------------------------------------------------------------------------------------
+
+
+async def generated(folder: Path, prompt: list[int], **options: Any) -> list[int]:
+    async with Engine(folder, **(SMALL | options)) as engine:
+        return (await engine.generate(prompt, GREEDY)).choices[0].token_ids
+
+
+def test_a_family_with_native_code_runs_either_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of("gemma", head_dim=16)
+    config = transformers.LlamaConfig(**{name: getattr(config, name) for name in SHAPE})
+    saved(transformers.LlamaForCausalLM(config), tmp_path)
+
+    async def run(implementation: Any) -> tuple[str, list[int]]:
+        async with Engine(tmp_path, **SMALL, model_impl=implementation) as engine:
+            return engine.info.model_impl, (await engine.generate([5, 6, 7], GREEDY)).choices[0].token_ids
+
+    with caplog.at_level(logging.INFO, "headrace.engine"):
+        native, auto, other = (anyio.run(run, each) for each in ("native", "auto", "transformers"))
+    assert native == auto and native[0] == "native" and other == ("transformers", native[1])
+    told = [record.message for record in caplog.records if "transformers' module" in record.message]
+    assert told == ['transformers\' module computes the layers of this model: model_impl="transformers" was asked for']
+
+
+def test_native_code_is_all_that_native_takes(tmp_path: Path) -> None:
+    saved(made("olmo"), tmp_path)
+    with pytest.raises(ModelRejected, match="architectures is .*OlmoForCausalLM.*supported: LlamaForCausalLM"):
+        anyio.run(lambda: generated(tmp_path, [1], model_impl="native"))
+
+
+@pytest.mark.parametrize(("field", "value"), [("adapter_slots", 1), ("quantize", "int8")])
+def test_options_that_need_native_code_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(InvalidParams, match=f"{field}: .*OlmoForCausalLM has no native code") as caught:
+        fallback_for(EngineConfig(model="m", **{field: value}), described(), "random")
+    assert (caught.value.field, caught.value.value) == (field, value)
+
+
+@pytest.mark.parametrize("kind", ["GGUF files", "encoders"])
+def test_models_that_headrace_alone_computes_have_no_other_way(kind: str) -> None:
+    with pytest.raises(InvalidParams, match=f"model_impl: {kind} are computed by headrace's own code") as caught:
+        check_native(EngineConfig(model="m", model_impl="transformers"), kind)
+    assert (caught.value.field, caught.value.limit) == ("model_impl", "auto")
+    check_native(EngineConfig(model="m"), kind)
+
+
+@pytest.mark.skipif(library() is None, reason="no compiled kernels")
+@pytest.mark.parametrize(
+    ("family", "unpacked"),
+    [
+        ("olmo", set()),
+        ("gemma", {"lm_head.linear.weight"}),  # its table of embeddings multiplies, too
+        ("flex_olmo", {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"}),
+    ],
+)
+def test_linear_layers_become_products_of_the_cpu(family: str, unpacked: set[str], tmp_path: Path) -> None:
+    """In bfloat16, so that logits are those of a rounded model, and no second copy of a matrix stays."""
+    model = made(family).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    fallback = FallbackModel.read(read_hf_config(tmp_path), tmp_path)
+    fallback.packs = try_fallback(fallback)
+    assert fallback.packs
+    size = capacity(fallback.spec.vocab_size)
+    sizes = {"page_size": size.page_size, "max_positions": size.max_context}
+    ops = cpu_ops(fallback.spec, **sizes, dtype=torch.bfloat16, context=Context(1))
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "activations": torch.float32}
+    decoder = fallback.open(ops, lambda step: step.positions_N, **options)
+    kv = next(iter(ops.values())).allocate_kv(fallback.spec.num_layers, size.num_pages)
+    ids = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(1))
+    (found_NV,) = ModelUnderTest(decoder, ops, kv, size).logits([ids.tolist()], 16)
+    with torch.inference_mode():
+        wanted_NV = model.float()(ids[None], use_cache=False).logits[0]
+    error_N = (found_NV - wanted_NV).abs().amax(1) / wanted_NV.abs().max()
+    assert error_N.median() < 0.02 and found_NV.dtype == torch.float32
+    kept = {
+        name
+        for root in (decoder.base, decoder.model)
+        for name, parameter in root.named_parameters()
+        if parameter.dim() > 1 and "embed" not in name
+    }
+    assert {name.split(".", 2)[-1] if "layers" in name else name for name in kept} == unpacked
+
+
+def test_opening_leaves_the_default_dtype_of_other_threads_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine's step that runs meanwhile makes tensors, too."""
+    saved(made("olmo").to(torch.bfloat16), tmp_path)
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "set_default_dtype", seen.append)
+    options: dict[str, Any] = {"dtype": "bfloat16", "kv_memory": "1MiB"}
+    for more in ({}, {"load_format": "random"}):
+        anyio.run(lambda more=more: generated(tmp_path, [1, 2], **options, **more))
+    assert seen and set(seen) <= {torch.float32}
+
+
+def test_structure_sleep_and_hidden_states(tmp_path: Path) -> None:
+    """What lies around the network does not ask what computes it."""
+    model = made("olmo", eos_token_id=95)
+    saved(model, tmp_path)
+    with torch.inference_mode():
+        hidden_NE = model.model(torch.tensor([[5, 6, 7, 8]]), use_cache=False).last_hidden_state[0]
+
+    async def run() -> None:
+        async with Engine(tmp_path, **SMALL) as engine:
+            first = (await engine.generate([5, 6, 7], GREEDY)).choices[0].token_ids
+            digits = SamplingParams(temperature=0, max_tokens=6, response_format=ResponseFormat.regex("[0-9]{5}"))
+            assert (await engine.generate([5, 6, 7], digits)).choices[0].text.isdigit()
+            (vector,) = (await engine.embed([[5, 6, 7, 8]])).vectors
+            wanted = nn.functional.normalize(hidden_NE[-1], dim=0)
+            torch.testing.assert_close(torch.as_tensor(vector), wanted, rtol=0, atol=1e-5)
+            for level in (1, 2):
+                await engine.sleep(level)
+                await engine.wake()
+                assert (await engine.generate([5, 6, 7], GREEDY)).choices[0].token_ids == first
+
+    anyio.run(run)
+
+
+def test_a_model_without_a_head_embeds(tmp_path: Path) -> None:
+    model = made("olmo")
+    saved(model.model, tmp_path)
+
+    async def run() -> int:
+        async with Engine(tmp_path, **SMALL) as engine:
+            with pytest.raises(InvalidParams):
+                await engine.generate([1, 2], GREEDY)
+            return len((await engine.embed([[5, 6, 7]])).vectors[0])
+
+    assert anyio.run(run) == model.config.hidden_size
+
+
+def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described()))
+    first, again, other = (
+        anyio.run(lambda seed=seed: generated(tmp_path, [1, 2, 3], load_format="random", seed=seed))
+        for seed in (0, 0, 1)
+    )
+    assert len(first) == 8 and first == again != other
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight"),
+        (lambda tensors: tensors.update(planted=torch.ones(2)), "planted"),
+        (lambda tensors: tensors["lm_head.weight"].fill_(torch.nan), "lm_head.weight"),
+    ],
+)
+def test_damaged_weights_are_refused_by_name(change: Callable[[Any], Any], field: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved(made("olmo"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelRejected) as caught:
+        anyio.run(generated, tmp_path, [1])
+    assert caught.value.field == field
+
+
+def test_inspect_says_what_computes_a_model_and_what_it_takes(tmp_path: Path) -> None:
+    saved(made("olmo"), tmp_path)
+    facts = inspect_model(EngineConfig(model=str(tmp_path), device="cpu", dtype="float32"))
+    assert facts.runs and facts.fallback == "OlmoForCausalLM has no native code"
+
+    async def weights() -> Any:
+        async with Engine(tmp_path, **SMALL) as engine:
+            return engine.info.weights
+
+    assert facts.devices[0].weights == facts.stored == anyio.run(weights)
+    assert sum(part.nbytes for part in facts.stored) == facts.stored_bytes
+    refused = inspect_model(EngineConfig(model=str(tmp_path), device="cpu", model_impl="native"))
+    assert not refused.runs and refused.fallback is None

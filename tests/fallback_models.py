@@ -1,0 +1,114 @@
+"""Tiny checkpoints of families that transformers' own modules compute, for several tests; no tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+__all__ = ["FAMILIES", "WINDOW", "made", "saved", "write_tokenizer"]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+WINDOW = 13  # shorter than every prompt, and no multiple of a page
+EVERY_OTHER = {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+SPLIT_HEADS = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "head_dim": 8,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "afmoe, window in the middle layer": (
+        "Afmoe",
+        {**EVERY_OTHER, **EXPERTS, "head_dim": 16, "moe_intermediate_size": 32, "num_dense_layers": 1},
+    ),
+    "apertus": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "cwm, window in the middle layer": (
+        "Cwm",
+        {
+            **EVERY_OTHER,
+            "head_dim": 16,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),  # fmt: skip
+    "flex_olmo": ("FlexOlmo", EXPERTS),
+    "gemma": ("Gemma", {"head_dim": 24}),
+    "gpt_bigcode": ("GPTBigCode", {}),
+    "hyperclovax": ("HyperCLOVAX", {"head_dim": 16, "attention_multiplier": 0.15, "logits_scaling": 3.0}),
+    "jais2": ("Jais2", {"num_key_value_heads": 4}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "minicpm3": ("MiniCPM3", SPLIT_HEADS),
+    "nanochat": ("NanoChat", {}),
+    "nemotron": ("Nemotron", {"attention_bias": True, "head_dim": 16, "partial_rotary_factor": 0.5}),
+    "olmo": ("Olmo", {"clip_qkv": 2.0}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "persimmon": ("Persimmon", {"num_key_value_heads": ...}),
+    "vaultgemma, window in the middle layer": (
+        "VaultGemma",
+        {
+            **EVERY_OTHER,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 10,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),  # fmt: skip
+}
+"""By name: architecture, and what its configuration has beside or instead of `SIZES`; `...` stands for nothing."""
+
+
+def config_of(name: str, **more: Any) -> Any:
+    """The configuration of a family; skips the test where this transformers has no such model."""
+    architecture, changes = FAMILIES[name]
+    if not hasattr(transformers, f"{architecture}Config"):
+        pytest.skip(f"this transformers has no {architecture}")
+    fields = {field: value for field, value in (SIZES | changes | more).items() if value is not ...}
+    kind = getattr(transformers, f"{architecture}Config")
+    names = getattr(kind, "attribute_map", {})
+    return kind(**{names.get(field, field): value for field, value in fields.items()}, attn_implementation="eager")
+
+
+def made(name: str, **more: Any) -> Any:
+    """A model whose every parameter matters, computed by transformers' plainest attention."""
+    config = config_of(name, **more)
+    torch.manual_seed(11)
+    model = getattr(transformers, f"{FAMILIES[name][0]}ForCausalLM")(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            torch.nn.init.normal_(parameter, 0.0 if "bias" in parameter_name else 1.0, 0.2)
+        else:
+            torch.nn.init.normal_(parameter, 0.0, 0.12)
+    return model
+
+
+def saved(model: Any, folder: Path) -> Path:
+    """Save a model, and a tokenizer, which an engine wants even where it is given ids."""
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of 96 tokens."""
+    from tokenizers import Tokenizer, decoders, models
+
+    alphabet = {chr(code): code - 33 for code in range(33, 33 + 94)}
+    core = Tokenizer(models.BPE(alphabet, []))
+    core.decoder = decoders.ByteLevel()
+    core.save(str(folder / "tokenizer.json"))
