@@ -8,7 +8,7 @@ Everything runs on the current stream, and one `CudaOps` belongs to one stream: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -23,6 +23,7 @@ from headrace.ops.cuda.layer_norm import activate_plain, layer_norm
 from headrace.ops.cuda.memory.pages import PageMemory
 from headrace.ops.cuda.products.fusion import GATED, SQUARED, AddNorm, HeadTargets, Residual, Squares
 from headrace.ops.cuda.products.packed import Chosen, CudaProduct, Products
+from headrace.ops.cuda.rotation import rotate
 from headrace.ops.paged import UNSCALED, KvScales
 from headrace.ops.stream import Stream
 
@@ -87,17 +88,8 @@ class CudaOps:
 
     def allocate_pages(self, num_layers: int, num_pages: int) -> PageMemory:
         """Return zeroed pages `[layers, pages, 2, T, K, D]`."""
-        shape = self.shape
-        page = (2, shape.page_size, shape.kv_heads, shape.head_dim)
-        return PageMemory(num_layers, page, shape.kv_dtype, num_pages, self._cos_sin_PD.device)
-
-    @staticmethod
-    def copy_pages(kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages (source, destination) in all layers; all sources are read before any page is written."""
-        if pairs:
-            source, target = torch.tensor(pairs, dtype=torch.int64).to(kv.device, non_blocking=False).unbind(1)
-            for layer in kv.view(torch.uint8):  # an fp8 cache has no index_copy of its own
-                layer.index_copy_(0, target, layer.index_select(0, source))
+        page = (2, self.shape.page_size, self.shape.kv_heads, self.shape.head_dim)
+        return PageMemory(num_layers, page, self.shape.kv_dtype, num_pages, self._cos_sin_PD.device)
 
     # --- what the decoder calls
 
@@ -240,8 +232,7 @@ class CudaOps:
     def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
         """Norm all queries together, and all keys together, in place."""
         queries, keys = self.shape.heads * self.shape.head_dim, self.shape.kv_heads * self.shape.head_dim
-        for first, norm_X in ((0, norms.q_D), (queries, norms.k_D)):
-            size = keys if first else queries
+        for first, size, norm_X in ((0, queries, norms.q_D), (queries, keys, norms.k_D)):
             part_NX = qkv_NX[:, first : first + size]
             self.note(self._norm)
             fused.rms_norm(part_NX, norm_X, self.eps, part_NX, pdl=self.pdl)
@@ -258,13 +249,10 @@ class CudaOps:
     def rotate(self, qkv_NX: Tensor, step: CudaStep) -> Tensor:
         """Rotate queries and keys in place by the second table; return queries, keys and values side by side."""
         assert self._early_cos_sin_PD is not None
-        cos_N1C, sin_N1C = self._early_cos_sin_PD.index_select(0, self.positions(step)).unsqueeze(1).chunk(2, -1)
         heads = self.shape.heads + self.shape.kv_heads
-        qk_NBD = qkv_NX.view(len(qkv_NX), -1, self.shape.head_dim)[:, :heads]
-        first_NBC, second_NBC = qk_NBD.float().chunk(2, -1)
-        turned = first_NBC * cos_N1C - second_NBC * sin_N1C, second_NBC * cos_N1C + first_NBC * sin_N1C
         self.note(_EARLY_ROTATION)
-        qk_NBD.copy_(torch.cat(turned, -1))
+        qkv_NAD = qkv_NX.view(len(qkv_NX), -1, self.shape.head_dim)
+        rotate(qkv_NAD[:, :heads], self._early_cos_sin_PD, self.positions(step))
         return qkv_NX
 
     # --- for operations with adapters, too

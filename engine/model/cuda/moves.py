@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import borrow_stream, return_stream
 from headrace.engine.scheduling.plan import PageEntry, StepPlan
-from headrace.ops.cuda.block import CudaOps
+from headrace.ops.cuda.memory import copies
 
 __all__ = ["PageMoves"]
 
@@ -59,7 +59,7 @@ class PageMoves:
             with self._beside() as host:
                 host.spill(self._kv, at_once)
             self._stream.wait_stream(self._side)
-        CudaOps.copy_pages(self._kv, plan.copies)
+        copies.copy_pages(self._kv, plan.copies)
         if plan.fetches:
             with self._beside() as host:
                 host.fetch(self._kv, plan.fetches)

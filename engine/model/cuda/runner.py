@@ -43,6 +43,7 @@ from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.shaping import Reporting, Shaping
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.kernels import KERNELS, Kernels
+from headrace.ops.cuda.memory import copies as page_copies
 
 __all__ = ["CudaRunner"]
 
@@ -308,7 +309,7 @@ class CudaRunner:
         else:
             step.places = _NOWHERE
             self._rows.flush()
-            CudaOps.copy_pages(self._kv, copies)
+            page_copies.copy_pages(self._kv, copies)
         if not prefills:
             return lines
         sampled, more, pooled = self._prefills.run(prefills, self._ids, count)
@@ -338,7 +339,7 @@ class CudaRunner:
         rows.batch(decodes, keys[0].bucket)
         if copies:
             rows.flush()
-            CudaOps.copy_pages(self._kv, copies)
+            page_copies.copy_pages(self._kv, copies)
         ids = rows.hand_over()
         logits_or_all.replay()
         if keys[-1].variant is None:

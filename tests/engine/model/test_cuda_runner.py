@@ -175,15 +175,15 @@ def test_choices_of_one_prompt_copy_the_page_that_they_share(
     Copying waits for the device, so the event loop's thread must not do it.
     """
     judge = judges("qwen3")
-    ops = importlib.import_module("headrace.ops.cuda.block").CudaOps
-    copy, copied_in = ops.copy_pages, set()
+    copies = importlib.import_module("headrace.ops.cuda.memory.copies")
+    copy, copied_in = copies.copy_pages, set()
 
     def copy_pages(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
             copied_in.add(threading.current_thread().name)
         copy(kv, pairs)
 
-    monkeypatch.setattr(ops, "copy_pages", staticmethod(copy_pages))
+    monkeypatch.setattr(copies, "copy_pages", copy_pages)
 
     async def run() -> list[Output]:
         async with engine_on(zoo, "qwen3") as engine:
