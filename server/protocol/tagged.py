@@ -55,7 +55,7 @@ def _argument(
     before = json.dumps(tags.before + argument + tags.between)
     found = resolved(schema["properties"][argument], schema)
     if not is_string(schema, argument):
-        defined = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        defined: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         feed = r"/\n?/ " if tags.between.endswith("\n") else ""
         return [f"{rule}: {before} {write_json({**found, **defined})} {feed}{json.dumps(tags.after + tags.last)}"]
     listed = found.get("enum", [found["const"]] if "const" in found else [])

@@ -19,7 +19,7 @@ class Qwen3Coder(ParameterParser):
     """
 
     markers = ("<parameter=",)
-    foreign_markers = ("<seed:tool_call>",)
+    foreign_markers: tuple[str, ...] = ("<seed:tool_call>",)
     outer: ClassVar[tuple[str, str]] = ("<tool_call>", "</tool_call>")
     tags: ClassVar[ArgumentTags] = ArgumentTags("<parameter=", ">\n", "</parameter>", "\n")
 

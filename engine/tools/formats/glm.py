@@ -16,6 +16,7 @@ class Glm45(ParameterParser):
     """GLM-4.5 to 4.7: `<tool_call>name`, then `<arg_key>key</arg_key><arg_value>value</arg_value>`s, `</tool_call>`."""
 
     markers = ("<arg_key>",)
+    foreign_markers = ("<tool_sep>",)  # the same tags, and one more behind the name: Hy3
 
     def read(self) -> Reading[None]:
         """Read text and calls in any order."""

@@ -21,7 +21,7 @@ class Pythonic(ToolParser):
     Values are Python literals, which are read without evaluating anything. A list with positional arguments is content.
     """
 
-    markers = ("[func_name1(", "[func1(")
+    markers: tuple[str, ...] = ("[func_name1(", "[func1(")
     keeps_special_tokens = True
 
     def read(self) -> Reading[None]:

@@ -191,6 +191,13 @@ HUGE = {
     "separators": ("llama3_json", '{"name":"f","parameters":{}};' * (SIZE // 29)),
     "openings": ("mistral", "[TOOL_CALLS][" * (SIZE // 13)),
     "a long name": ("mistral", "[TOOL_CALLS]" + "f" * SIZE + "[ARGS]{}"),
+    "almost the end of a value": ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>" + "</arg_" * (SIZE // 6)),
+    "line feeds in a value": ("qwen3_coder", "<tool_call><function=f><parameter=a>" + "\n" * SIZE),
+    "names of arguments": ("glm45", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * (SIZE // 43)),
+    "arguments without values": ("glm45", "<tool_call>f<arg_key>" * (SIZE // 21)),
+    "headers": ("harmony", "<|channel|>a" * (SIZE // 12)),
+    "short messages": ("harmony", "<|channel|>final<|message|>a<|end|>" * (SIZE // 35)),
+    "calls that never begin": ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f" * (SIZE // 40)),
     "a thought": ("hermes", "<think>" + "Hm. " * (SIZE // 4)),
     "a million characters": (
         "hermes",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,6 +215,7 @@ TEMPLATES = {
     "Qwen3": ("<tool_call>\\n{\\\"name\\\": <function-name> {%- if '</think>' in content %}", "hermes", True),
     "Qwen3-Coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=a>", "qwen3_coder", False),
     "GLM-4.5": ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key> <think></think>", "glm45", True),
+    "Hy3": ("<tool_calls>\n<tool_call>{name}<tool_sep>\n<arg_key>{key}</arg_key> </think>", None, True),
     "GLM-4": ("{{ tool | tojson(indent=4) }}\n在调用上述函数时，请使用 Json 格式表示调用的参数。", "glm4", False),
     "Seed-OSS": ("<seed:tool_call>\\n<function=f>\\n<parameter=a>value_1</parameter>", "seed_oss", False),
     "DeepSeek-V3.1": ("'<｜tool▁call▁begin｜>'+ tool.name + '<｜tool▁sep｜>' + '</think>'", "deepseek_v31", True),
@@ -286,6 +289,13 @@ def test_the_prompt_tells_whether_reasoning_is_open() -> None:
     assert reasoning_mode(thinks, "<|im_start|>assistant\n<think>\n") == "opened"
     assert reasoning_mode(thinks, "<|im_start|>assistant\n<think>\n\n</think>\n\n") == "tagged"
     assert reasoning_mode(Detected(None, False), "<think>") == "none"
+
+
+def test_the_guide_lists_all_formats() -> None:
+    guide = (Path(__file__).parents[3] / "docs/embedding.md").read_text(encoding="utf-8")
+    table = guide.split("| format | written as | models |")[1].split("\n\n")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)) == format_names()
 
 
 def test_applications_add_formats(monkeypatch: pytest.MonkeyPatch) -> None:

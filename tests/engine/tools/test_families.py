@@ -88,7 +88,8 @@ EXAMPLES: dict[str, tuple[str, str, str, str, Calls]] = {
     ),
     "DeepSeek V3": (
         "deepseek_v3",
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": "```<｜tool▁call▁end｜>"}\n```'
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+        '{"a": "```<｜tool▁call▁end｜>"}\n```'
         "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜>"
         "<｜tool▁calls▁end｜>",
         "",
@@ -97,7 +98,8 @@ EXAMPLES: dict[str, tuple[str, str, str, str, Calls]] = {
     ),
     "DeepSeek R1 reasons, and forgets the outer tag": (
         "deepseek_v3",
-        "<think>\nHm.\n</think>\n\nSo: <｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>",
+        "<think>\nHm.\n</think>\n\n"
+        "So: <｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>",
         "Hm.",
         "So:",
         [("f", {})],
@@ -121,7 +123,8 @@ EXAMPLES: dict[str, tuple[str, str, str, str, Calls]] = {
     ),
     "gpt-oss: the recipient before the channel": (
         "harmony",
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}",
+        "<|channel|>analysis<|message|>Hm.<|end|>"
+        "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}",
         "Hm.",
         "",
         [("f", {})],
