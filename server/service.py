@@ -6,10 +6,22 @@ import hashlib
 import logging
 import re
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from headrace.engine import Engine, HeadraceError, InvalidParams
-from headrace.engine.tools import Detected, ReasoningMode, detect, parser_class, reasoning_mode
+from headrace.engine.tools import (
+    Detected,
+    ReasoningMode,
+    ReasoningTags,
+    Tool,
+    ToolParser,
+    detect,
+    make_parser,
+    parser_class,
+    reasoning_mode,
+)
 from headrace.engine.version import headrace_version
 from headrace.server.errors import ApiError
 from headrace.server.http.pacing import Pacer
@@ -132,23 +144,45 @@ class Service:
         return self.settings.tool_call_parser or self._taught().tools
 
     def warn_of_template(self) -> None:
-        """Log a warning where a format of tool calls is set, and the chat template does not show tools or calls."""
-        name = self.settings.tool_call_parser
+        """Log a warning where calls can be read, and the chat template does not show tools or earlier calls."""
+        name, is_set = self.tool_format, self.settings.tool_call_parser is not None
         template = self.engine.chat_template if name is not None else ""
         parts = {"tools": "the tools of a request", "tool_calls": "the calls of earlier turns"}
         missing = [what for word, what in parts.items() if not re.search(rf"\b{word}\b", template)]
         if name is not None and missing:
-            message = "tool_call_parser %s: the chat template of %s leaves out %s, so the model is not told of them"
-            logger.warning(message, name, self.model, " and ".join(missing))
+            what = "tool_call_parser" if is_set else "tool calls in the format"
+            message = "%s %s: the chat template of %s leaves out %s, so the model is not told of them"
+            logger.warning(message, what, name, self.model, " and ".join(missing))
 
-    def keeps_special_tokens(self) -> bool:
-        """Return whether tool calls can only be read from text with its special tokens."""
-        return parser_class(self.tool_format).keeps_special_tokens
+    def keeps_special_tokens(self, *, calls: bool) -> bool:
+        """Return whether reasoning or, with `calls`, tool calls can only be read from text with its special tokens."""
+        detected = self._taught()
+        reasons = detected.reasoning and detected.tags.keeps_special_tokens
+        return reasons or (calls and parser_class(self.tool_format).keeps_special_tokens)
+
+    def make_parser(self, reasoning: ReasoningMode, offered: Sequence[Tool]) -> Callable[[], ToolParser] | None:
+        """Return a function that makes the parser of a choice; None where a choice is nothing but content.
+
+        Args:
+            reasoning: The way in which the choice may begin with reasoning.
+            offered: Tools that may be called.
+        """
+        name = self.tool_format
+        if not offered and not parser_class(name).reads_all_answers:
+            name = None
+        if name is None and reasoning == "none":
+            return None
+        return partial(make_parser, name, reasoning, tags=self.tags, offered=offered)
 
     @property
     def reasons(self) -> bool:
         """Whether the model reasons before it answers."""
         return self._taught().reasoning
+
+    @property
+    def tags(self) -> ReasoningTags:
+        """Marks of the model's reasoning, if it reasons."""
+        return self._taught().tags
 
     @property
     def switches(self) -> frozenset[str]:
@@ -160,7 +194,7 @@ class Service:
         detected = self._taught()
         if not detected.reasoning:
             return "none"
-        if begun.rfind("<think>") > begun.rfind("</think>"):
+        if detected.tags.are_open(begun):
             return "opened"
         return reasoning_mode(detected, self.engine.detokenize(prompt[-_TAIL:], skip_special_tokens=False))
 

@@ -45,8 +45,12 @@ class _Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _compile(source: str) -> Template:
+def _compile(source: str) -> tuple[Template, bool, bool]:
     """Compile a template with the functions that transformers gives to chat templates.
+
+    Returns:
+        The template, whether it expects the arguments of calls as text, and whether it expects None where a message
+        has calls and no content.
 
     Raises:
         _TooCostly: The template has too many nodes.
@@ -66,7 +70,47 @@ def _compile(source: str) -> Template:
         count += 1
         if count > _NODES:
             raise _TooCostly(f"the chat template has more than {_NODES} nodes")
-    return environment.from_string(tree)
+    wants_text = _wants_text(tree)
+    return environment.from_string(tree), wants_text, wants_text and _asks_for_none(tree)
+
+
+def _wants_text(tree: nodes.Node) -> bool:
+    """Return whether a template writes the arguments of calls as they are, and so expects JSON text and no mapping.
+
+    DeepSeek's templates add them to other text; most templates go through a mapping, or write it with `tojson`.
+    """
+    bare = 0
+    for parent in tree.find_all(nodes.Node):
+        for child in parent.iter_child_nodes():
+            if _is_arguments(child):
+                if not isinstance(parent, nodes.Add | nodes.Concat | nodes.Output):
+                    return False
+                bare += 1
+    return bare > 0
+
+
+def _is_arguments(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "arguments"
+    return isinstance(node, nodes.Getattr) and node.attr == "arguments"
+
+
+def _asks_for_none(tree: nodes.Node) -> bool:
+    """Return whether a template asks if the content of a message is None, as some do of messages with calls."""
+    tests = (test.node for test in tree.find_all(nodes.Test) if test.name == "none")
+    return any(
+        (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content")
+        or (isinstance(node, nodes.Getattr) and node.attr == "content")
+        for node in tests
+    )
+
+
+def _with_text(call: Any) -> Any:
+    """Return a call with its arguments as JSON text."""
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": _to_json(function["arguments"])}}
 
 
 def _render(template: Template, values: dict[str, Any], most: int) -> str:
@@ -108,6 +152,8 @@ class _Renderer:
         self._most = most
         self._template: Template | None = None
         self._names: dict[str, Any] = {}
+        self._wants_text = False
+        self._asks_for_none = False
 
     def answer(self, line: bytes) -> bytes:
         """Return the answer to a line, without a line feed."""
@@ -130,11 +176,20 @@ class _Renderer:
     def _text(self, line: Any) -> str:
         if self._template is None:
             source, self._names = line
-            self._template = _compile(source)
+            self._template, self._wants_text, self._asks_for_none = _compile(source)
             return ""
         messages, tools, values = line
+        if self._wants_text:
+            messages = [self._adapted(message) if message.get("tool_calls") else message for message in messages]
         known = {**self._names, "messages": messages, "tools": tools, "documents": None}
         return _render(self._template, {**values, **known}, self._most)
+
+    def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with calls in the form that the template expects."""
+        message = message | {"tool_calls": list(map(_with_text, message["tool_calls"]))}
+        if self._asks_for_none and not message.get("content"):
+            message = message | {"content": None}
+        return message
 
 
 def _reason(error: Exception) -> str:

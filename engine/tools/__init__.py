@@ -25,6 +25,7 @@ from headrace.engine.tools.events import (
 )
 from headrace.engine.tools.machine import Malformed, Reading
 from headrace.engine.tools.parser import ReasoningMode, ToolParser
+from headrace.engine.tools.reasoning import ReasoningTags
 from headrace.engine.tools.registry import (
     Detected,
     detect,
@@ -35,11 +36,12 @@ from headrace.engine.tools.registry import (
     reasoning_mode,
     register,
 )
-from headrace.engine.tools.shapes import CallShape, CallStructure
+from headrace.engine.tools.shapes import ArgumentTags, CallShape, CallStructure
 from headrace.engine.tools.structure import call_structure
 
 __all__ = [
     "MAX_TOOLS",
+    "ArgumentTags",
     "CallShape",
     "CallStructure",
     "Content",
@@ -51,6 +53,7 @@ __all__ = [
     "Reading",
     "Reasoning",
     "ReasoningMode",
+    "ReasoningTags",
     "Tool",
     "ToolCall",
     "ToolCallArguments",

@@ -8,6 +8,7 @@ Next to read: parser.py.
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
@@ -63,6 +64,7 @@ class Machine(ABC):
         self._tagged = False  # a tag of calls was read, and the text after it is still undecided
         self._cut = False  # the model did not end the text itself
         self._ran_out = False  # a reader needed more text than there was
+        self._dropped: tuple[str, ...] = ()  # a tag that belongs to no text, once
         self._reading = self.run()
 
     def feed(self, text: str) -> list[Event]:
@@ -99,13 +101,14 @@ class Machine(ABC):
 
         Whitespace before the tag is held, too.
         """
-        begins = _begins(tags)
         endless = False  # within whitespace too long to belong to a tag
         while self._at < len(self._text) or (yield from self._more()):
+            sought = tags + self._dropped
+            begins = _begins(sought)
             text, at = self._text, self._at
             found = begins.search(text, at) if begins else None
             stop = found.start() if found else len(text)
-            body = len(text[at:stop].rstrip(SPACE)) if tags else stop - at
+            body = len(text[at:stop].rstrip(SPACE)) if sought else stop - at
             if body:
                 self.take(body)
                 self._say(kind)
@@ -116,16 +119,23 @@ class Machine(ABC):
                     self._say(kind)
                     endless = True
             if found:
-                for tag in tags:
-                    if (yield from self.sees(tag)):
-                        self.take(len(tag))
+                if tag := (yield from self._sees_any(sought)):
+                    self.take(len(tag))
+                    if tag not in self._dropped:
                         self._tagged = True
                         return tag
-                self.take(1)
-                self._say(kind)
+                    self.settle()
+                    self._dropped = ()
+                else:
+                    self.take(1)
+                    self._say(kind)
                 endless = False
         self._say(kind)
         return ""
+
+    def drop_once(self, tag: str) -> None:
+        """Let `text_until` leave out `tag` the first time that it comes."""
+        self._dropped = (tag,) if tag else ()
 
     def attempt(self, reading: Reading[None]) -> Reading[bool]:
         """Read text that may be calls, and return True; if it is malformed, make it content and return False."""
@@ -161,6 +171,10 @@ class Machine(ABC):
         self._settled += self._held
         self._held.clear()
         self._held_size = 0
+
+    def held_text(self) -> str:
+        """Return the text that is held."""
+        return "".join(self._held)
 
     def peek(self) -> Reading[str]:
         """Return the next character, or "" at the end."""
@@ -214,6 +228,20 @@ class Machine(ABC):
             raise Malformed
         return "".join(chars)
 
+    def text_before(self, closer: str, most: int) -> Reading[str | None]:
+        """Hold at most `most` characters up to `closer` and return them; read `closer`, too.
+
+        Returns:
+            None if there are more characters before `closer`; it is not read then.
+        """
+        parts: list[str] = []
+        while piece := (yield from self._piece(closer, most + 1)):
+            parts.append(piece)
+            most -= len(piece)
+            if most < 0:
+                return None
+        return "".join(parts)
+
     # For `run`: values and calls.
 
     def value(self, scanner: JsonScanner) -> Reading[str]:
@@ -244,11 +272,47 @@ class Machine(ABC):
             if not sound:
                 raise Malformed
 
+    def stream_string(self, closer: str, trims: bool = False) -> Reading[None]:
+        """Read text up to `closer`, which is read too, and emit it piece by piece as the inside of a JSON string.
+
+        With `trims`, a line feed right before `closer` is no part of the string.
+        """
+        kept = ""
+        while piece := (yield from self._piece(closer, MAX_HELD)):
+            self.settle()
+            text = kept + piece
+            kept = "\n" if trims and text.endswith("\n") else ""
+            if text := text.removesuffix(kept):
+                self.write_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
     def end_call(self) -> None:
         """Emit the end of a call whose arguments are complete."""
         self._close_call(complete=True, raw=self._raw())
 
     # The machine's own.
+
+    def _sees_any(self, literals: tuple[str, ...]) -> Reading[str]:
+        for literal in literals:
+            if (yield from self.sees(literal)):
+                return literal
+        return ""
+
+    def _piece(self, closer: str, most: int) -> Reading[str]:
+        """Hold and return some characters before `closer`, at most `most`; hold `closer` and return "" if it is next.
+
+        Raises:
+            Malformed: The text ends before `closer`.
+        """
+        if not (yield from self._more()):
+            raise Malformed
+        if self._text[self._at] == closer[0] and (yield from self.sees(closer)):
+            self.take(len(closer))
+            return ""
+        begins = self._text.find(closer[0], self._at + 1, self._at + most)
+        stop = begins if begins >= 0 else min(len(self._text), self._at + most)
+        piece = self._text[self._at : stop]
+        self.take(len(piece))
+        return piece
 
     def _more(self) -> Reading[bool]:
         """Wait for text; return False at the end."""

@@ -1,26 +1,28 @@
 """`ToolParser`, the base of all formats of tool calls: reads reasoning, ids, and calls written as JSON objects.
 
-Next to read: formats.py.
+Next to read: formats/hermes.py, the commonest format.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, Literal
 
+from headrace.engine.tools.definitions import Tool
 from headrace.engine.tools.events import Reasoning
 from headrace.engine.tools.machine import MAX_NAME, Machine, Malformed, Reading
+from headrace.engine.tools.reasoning import THINK, ReasoningTags
 from headrace.engine.tools.shapes import CallShape, CallStructure
 from headrace.engine.tools.values import SPACE, JsonScanner
 
 __all__ = ["ReasoningMode", "ToolParser"]
 
 ReasoningMode = Literal["none", "tagged", "opened"]
-"""Place of reasoning in a completion. `tagged`: it may start with <think>. `opened`: it starts inside it, because the
-prompt ends with the tag."""
+"""Place of reasoning in a completion. `tagged`: it may start with a tag such as <think>. `opened`: it starts inside the
+reasoning, because the prompt ends with the tag."""
 
 _ARGUMENTS: Final = ("arguments", "parameters")
 
@@ -39,16 +41,32 @@ class ToolParser(Machine):
     """Markers of other formats: a chat template that contains one of them does not teach this format."""
     keeps_special_tokens = False
     """Whether the format's tags are special tokens, which the completion's text must then keep."""
+    reads_all_answers = False
+    """Whether this format has tags in answers without calls, too, so that every completion must be read in it."""
+    name_keys: tuple[str, ...] = ("name",)
+    """Keys under which `call_object` finds the name of a call."""
 
-    def __init__(self, reasoning: ReasoningMode = "none", make_id: Callable[[int], str] | None = None) -> None:
+    def __init__(
+        self,
+        reasoning: ReasoningMode = "none",
+        make_id: Callable[[int], str] | None = None,
+        *,
+        tags: ReasoningTags = THINK,
+        tools: Iterable[Tool] = (),
+    ) -> None:
         """Start a completion.
 
         Args:
             reasoning: Whether the text may hold reasoning, and whether it starts inside it.
             make_id: Function from the index of a call to its id; None draws random ids.
+            tags: Marks of reasoning.
+            tools: Tools that were offered. Formats that write strings without quotes read the types of arguments there.
         """
         super().__init__(make_id or self.new_id)
         self._reasoning = reasoning
+        self._tags = tags
+        self.tools = {tool.name: tool for tool in tools}
+        """Tools that were offered, by name."""
 
     def read(self) -> Reading[None]:
         """Read the text after the reasoning; text that is left unread on return is content."""
@@ -76,17 +94,38 @@ class ToolParser(Machine):
     def _read_reasoning(self) -> Reading[None]:
         with suppress(Malformed):  # too much whitespace
             yield from self.space()
-        if (yield from self.sees("<think>")):
-            self._reasoning = "opened"
-            self.take(len("<think>"))
-            self.settle()
-            yield from self.attempt(self.space())
+        for mark in self._tags.opens:
+            if (yield from self.sees(mark)):
+                self._reasoning = "opened"
+                self.take(len(mark))
+                self.settle()
+                yield from self.attempt(self.space())
+                break
         if self._reasoning == "opened":
             self.settle()
-            if (yield from self.text_until(("</think>",), Reasoning)):
+            if (yield from self.text_until(self._tags.closes, Reasoning)):
                 yield from self.attempt(self.space())
+        if self._tags.answer is not None and (yield from self.accept(self._tags.answer[0])):
+            self.drop_once(self._tags.answer[1])
+            yield from self.attempt(self.space())
 
     # For `read`: calls as JSON objects.
+
+    def call_objects(self, known: frozenset[str] | None = None) -> Reading[None]:
+        """Read one call as `call_object` does, or a list of such calls, and the whitespace around."""
+        yield from self.space()
+        if not (yield from self.accept("[")):
+            yield from self.call_object(known)
+        else:
+            yield from self.space()
+            while not (yield from self.accept("]")):
+                yield from self.call_object(known)
+                yield from self.space()
+                if not (yield from self.accept(",")):
+                    yield from self.expect("]")
+                    break
+                yield from self.space()
+        yield from self.space()
 
     def call_object(self, known: frozenset[str] | None = None) -> Reading[None]:
         """Read one `{"name": ..., "arguments": {...}}`, or with `parameters`, and emit the call.
@@ -103,7 +142,7 @@ class ToolParser(Machine):
             key = yield from self._key()
             if known is not None and key not in known:
                 raise Malformed
-            if key == "name" and name is None:
+            if key in self.name_keys and name is None:
                 name = _name((yield from self.value(JsonScanner())))
             elif key not in _ARGUMENTS or arguments is not None or streamed:
                 yield from self.value(JsonScanner())

@@ -6,14 +6,26 @@ Names are global to the process, so that a library can add a format once; a pars
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from headrace.engine.errors import InvalidParams
+from headrace.engine.tools.definitions import Tool
 from headrace.engine.tools.events import Event, Parsed, collect
-from headrace.engine.tools.formats import Hermes, LlamaJson, Mistral, MistralArgs, Pythonic
+from headrace.engine.tools.formats.cohere import Cohere
+from headrace.engine.tools.formats.deepseek import DeepSeekV3, DeepSeekV31
+from headrace.engine.tools.formats.fences import ToolCode
+from headrace.engine.tools.formats.functions import Qwen3Coder, SeedOss
+from headrace.engine.tools.formats.glm import Glm4, Glm45
+from headrace.engine.tools.formats.harmony import Harmony
+from headrace.engine.tools.formats.hermes import Hermes
+from headrace.engine.tools.formats.lists import Granite, Hunyuan, Phi4Mini
+from headrace.engine.tools.formats.llama import LlamaJson
+from headrace.engine.tools.formats.mistral import Mistral, MistralArgs
+from headrace.engine.tools.formats.pythonic import Pythonic
 from headrace.engine.tools.parser import ReasoningMode, ToolParser
+from headrace.engine.tools.reasoning import THINK, ReasoningTags, find_tags
 
 __all__ = ["Detected", "detect", "format_names", "make_parser", "parse", "parser_class", "reasoning_mode", "register"]
 
@@ -25,6 +37,18 @@ _formats: dict[str, type[ToolParser]] = {
     "mistral_args": MistralArgs,
     "llama3_json": LlamaJson,
     "pythonic": Pythonic,
+    "tool_code": ToolCode,
+    "glm4": Glm4,
+    "glm45": Glm45,
+    "qwen3_coder": Qwen3Coder,
+    "seed_oss": SeedOss,
+    "deepseek_v3": DeepSeekV3,
+    "deepseek_v31": DeepSeekV31,
+    "granite": Granite,
+    "phi4_mini_json": Phi4Mini,
+    "hunyuan_a13b": Hunyuan,
+    "cohere": Cohere,
+    "harmony": Harmony,
 }
 
 
@@ -38,6 +62,8 @@ class Detected:
     """Whether completions may hold reasoning; `reasoning_mode` tells whether they start inside it."""
     switches: frozenset[str] = frozenset()
     """Subset of `enable_thinking` and `reasoning_effort`: the values that the template reads."""
+    tags: ReasoningTags = THINK
+    """Marks of the reasoning, if there is any."""
 
 
 def register(name: str, cls: type[ToolParser]) -> None:
@@ -81,21 +107,30 @@ def detect(chat_template: str) -> Detected:
             found = name
             break
     switches = frozenset(name for name in _SWITCHES if re.search(rf"\b{name}\b", chat_template))
-    return Detected(found, "<think>" in chat_template or "</think>" in chat_template, switches)
+    tags = find_tags(chat_template)
+    return Detected(found, tags is not None, switches, tags or THINK)
 
 
 def reasoning_mode(detected: Detected, prompt: str) -> ReasoningMode:
     """Return the reasoning mode of a completion of the rendered `prompt`, which may open the reasoning itself."""
     if not detected.reasoning:
         return "none"
-    return "opened" if prompt.rstrip().endswith("<think>") else "tagged"
+    return "opened" if detected.tags.end(prompt) else "tagged"
 
 
 def make_parser(
-    tools: str | None = None, reasoning: ReasoningMode = "none", make_id: Callable[[int], str] | None = None
+    tools: str | None = None,
+    reasoning: ReasoningMode = "none",
+    make_id: Callable[[int], str] | None = None,
+    *,
+    tags: ReasoningTags = THINK,
+    offered: Iterable[Tool] = (),
 ) -> ToolParser:
-    """Return a parser for one completion; its arguments are those of `parser_class` and `ToolParser`."""
-    return parser_class(tools)(reasoning, make_id)
+    """Return a parser for one completion.
+
+    The arguments are those of `parser_class` and `ToolParser`, whose `tools` are called `offered` here.
+    """
+    return parser_class(tools)(reasoning, make_id, tags=tags, tools=offered)
 
 
 def parse(
@@ -103,8 +138,11 @@ def parse(
     tools: str | None = None,
     reasoning: ReasoningMode = "none",
     make_id: Callable[[int], str] | None = None,
+    *,
+    tags: ReasoningTags = THINK,
+    offered: Iterable[Tool] = (),
 ) -> Parsed:
-    """Parse a whole completion; the result is the same as for its pieces."""
-    parser = make_parser(tools, reasoning, make_id)
+    """Parse a whole completion; the arguments are those of `make_parser`, and the result is the same as for pieces."""
+    parser = make_parser(tools, reasoning, make_id, tags=tags, offered=offered)
     events: list[Event] = [*parser.feed(text), *parser.finish()]
     return collect(events)

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["CallShape", "CallStructure"]
+__all__ = ["ArgumentTags", "CallShape", "CallStructure"]
+
+
+class ArgumentTags(NamedTuple):
+    """Literal text around the arguments of a call that are written one by one: `before` name `between` value `after`.
+
+    No value contains `after`; `last` follows it.
+    """
+
+    before: str
+    between: str
+    after: str
+    last: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +25,16 @@ class CallShape:
     """Written form of the calls of one tool: `before`, then arguments that satisfy `schema`, then `after`.
 
     In style `json` the arguments are one JSON object. In style `keywords` they are `name=value` for each property that
-    is present, separated by ", ", with values as Python writes them.
+    is present, separated by ", ", with values as Python writes them. In style `tagged` each property that is present
+    is written between `tags`, in the order of the schema: strings as they are, and all else as JSON.
     """
 
     name: str
     before: str
     schema: dict[str, Any]
     after: str
-    style: Literal["json", "keywords"] = "json"
+    style: Literal["json", "keywords", "tagged"] = "json"
+    tags: ArgumentTags | None = None
 
 
 @dataclass(frozen=True, slots=True)

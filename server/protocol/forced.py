@@ -11,16 +11,16 @@ from typing import Any, Final
 
 from headrace.engine import InvalidParams, ResponseFormat
 from headrace.engine.grammar.json_schemas import JSON_STYLE, without_others
-from headrace.engine.tools import CallShape, CallStructure, ReasoningMode
+from headrace.engine.tools import CallShape, CallStructure, ReasoningMode, ReasoningTags
+from headrace.server.protocol.tagged import can_be_tagged, tagged_call
 
 __all__ = ["answer_format", "checked"]
 
 _BEFORE: Final[dict[ReasoningMode, str]] = {
     "none": "",
-    "tagged": r'("<think>" reasoning /\n{0,2}/)? ',
+    "tagged": r"(%s reasoning /\n{0,2}/)? ",
     "opened": r"reasoning /\n{0,2}/ ",
 }
-_REASONING: Final = r'reasoning[suffix="</think>"]: /(?s:.*)/'
 
 
 def checked(structure: CallStructure | None) -> CallStructure | None:
@@ -29,13 +29,16 @@ def checked(structure: CallStructure | None) -> CallStructure | None:
     Raises:
         InvalidParams: No grammar here can describe such calls; the error names `tool_choice`.
     """
-    if structure is not None and any(shape.style != "json" for shape in structure.calls):
+    if structure is not None and not all(map(_can_be_forced, structure.calls)):
         raise InvalidParams("calls of this format cannot be forced", field="tool_choice", value=None)
     return structure
 
 
 def answer_format(
-    wanted: ResponseFormat | None, calls: CallStructure | None, reasoning: ReasoningMode
+    wanted: ResponseFormat | None,
+    calls: CallStructure | None,
+    reasoning: ReasoningMode,
+    tags: ReasoningTags | None = None,
 ) -> ResponseFormat | None:
     """Return the format of the whole text, which may begin with reasoning.
 
@@ -43,6 +46,7 @@ def answer_format(
         wanted: Format of the content; None allows no content where there are `calls`, and any where there are none.
         calls: Structure of the calls that may replace the content.
         reasoning: The way in which reasoning begins, if the text may begin with any.
+        tags: Marks of the reasoning; None stands for `<think>` and `</think>`.
 
     Raises:
         InvalidParams: The client's own grammar cannot be combined with calls or reasoning, or the whole is too long;
@@ -51,11 +55,16 @@ def answer_format(
     if calls is None and (wanted is None or reasoning == "none"):
         return wanted
     answers = [name for name, part in (("content", wanted), ("calls", calls)) if part is not None]
-    rules = [f"start: {_BEFORE[reasoning]}({' | '.join(answers)})"]
+    tags, before = tags or ReasoningTags(), _BEFORE[reasoning]
+    if reasoning == "tagged":
+        before %= _literal(tags.opens[0])
+    rules = [f"start: {before}({' | '.join(answers)})"]
     if reasoning != "none":
-        rules.append(_REASONING)
+        rules.append(f"reasoning[suffix={_literal(tags.closes[0])}]: /(?s:.*)/")
     if wanted is not None:
-        rules.append(f"content: {_content(wanted)}")
+        around = tags.answer if tags.answer is not None and reasoning != "none" else ("", "")
+        before, after = (f"({_literal(mark)})?" if mark else "" for mark in around)
+        rules.append(f"content: {before} {_content(wanted)} {after}")
     if calls is not None:
         rules += _calls(calls)
     return ResponseFormat.lark("\n".join(rules))
@@ -77,13 +86,19 @@ def _calls(structure: CallStructure) -> list[str]:
     return [
         f"calls: {' '.join(part for part in parts if part)}",
         "call: " + " | ".join(f"call{index}" for index in range(len(structure.calls))),
-        *(f"call{index}: {_call(shape)}" for index, shape in enumerate(structure.calls)),
+        *(rule for index, shape in enumerate(structure.calls) for rule in _call(shape, f"call{index}")),
     ]
 
 
-def _call(shape: CallShape) -> str:
+def _can_be_forced(shape: CallShape) -> bool:
+    return shape.style == "json" or (shape.style == "tagged" and can_be_tagged(shape.schema))
+
+
+def _call(shape: CallShape, name: str) -> list[str]:
+    if shape.style == "tagged":
+        return tagged_call(shape, name, lambda schema: _json(without_others(schema)))
     arguments = _json(without_others({"type": "object", **shape.schema}))
-    return " ".join(part for part in (_literal(shape.before), arguments, _literal(shape.after)) if part)
+    return [f"{name}: " + " ".join(part for part in (_literal(shape.before), arguments, _literal(shape.after)) if part)]
 
 
 def _json(schema: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from starlette.types import Receive, Scope, Send
 
 from headrace.engine import Prompt, SamplingParams, TokenizeOptions
-from headrace.engine.tools import ToolParser, format_names, make_parser, parser_class
+from headrace.engine.tools import ToolParser, format_names, parser_class
 from headrace.server.answering import Answering, Ask
 from headrace.server.auth import Caller
 from headrace.server.errors import ApiError, error_response
@@ -173,7 +173,8 @@ def chat_ask(
             f"one with --tool-call-parser (tool_call_parser of ServerSettings): {', '.join(format_names())}"
         )
         raise ApiError(400, "unsupported_parameter", message, param="tools")
-    forced = {"skip_special_tokens": False} if offered.allowed and service.keeps_special_tokens() else {}
+    keeps = service.keeps_special_tokens(calls=bool(offered.allowed))
+    forced = {"skip_special_tokens": False} if keeps else {}
     params = fields.sampling(max_tokens=fields.limit, logprobs=fields.reports, **forced)
     wanted = None if offered.forced else params.response_format
     calls = None
@@ -184,15 +185,12 @@ def chat_ask(
         known["response_format"] = "tool_choice"
 
     def refine(params: SamplingParams, prompts: list[list[int]]) -> SamplingParams:
-        answer = answer_format(wanted, calls, service.reasoning(prompts[0], begun))
+        answer = answer_format(wanted, calls, service.reasoning(prompts[0], begun), service.tags)
         others = params.model_dump(exclude={"response_format"}, exclude_unset=True)
         return SamplingParams(**others, response_format=answer)  # checked anew: not all goes with a format
 
     def answer_to(prompts: list[list[int]]) -> Answer:
-        reasoning = service.reasoning(prompts[0], begun)
-        tool_format = service.tool_format if offered.allowed else None
-        parses = tool_format is not None or reasoning != "none"
-        parser = partial(make_parser, tool_format, reasoning) if parses else None
+        parser = service.make_parser(service.reasoning(prompts[0], begun), offered.allowed)
         return make_answer(prompts[0], params, Reading(parser, offered.parallel is not False, offered.forced))
 
     return _ask(

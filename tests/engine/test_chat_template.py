@@ -65,6 +65,45 @@ def render(source: str, chat: Any = CHAT, *, tools: Any = None, names: Any = Non
         return template.render(chat, tools=tools)
 
 
+CALLED = "{% for m in messages %}{% for call in m.tool_calls or [] %}"
+ENDED = "{% endfor %}{% endfor %}"
+HISTORIES = {
+    "DeepSeek V3.1 adds arguments to text": (
+        CALLED + "{{ call['function']['name'] + '<sep>' + call['function']['arguments'] + '<end>' }}" + ENDED,
+        'f<sep>{"x": [1, "é"]}<end>',
+    ),
+    "DeepSeek V3 writes calls where the content is none": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
+        "{% for call in m['tool_calls'] %}{{ call['type'] + '<sep>' + call['function']['name'] }}"
+        "{{ '\n```json\n' + call['function']['arguments'] + '\n```' }}{% endfor %}{% endif %}{% endfor %}",
+        'function<sep>f\n```json\n{"x": [1, "é"]}\n```',
+    ),
+    "arguments stand alone": (CALLED + "{{ call.function.arguments }}" + ENDED, '{"x": [1, "é"]}'),
+    "GLM-4.5 goes through the arguments": (
+        CALLED + "{% set args = call.function.arguments %}{% for k, v in args.items() %}"
+        "<arg_key>{{ k }}</arg_key><arg_value>{{ v | tojson if v is not string else v }}</arg_value>{% endfor %}"
+        + ENDED,
+        '<arg_key>x</arg_key><arg_value>[1, "é"]</arg_value>',
+    ),
+    "Seed-OSS goes through their items": (
+        CALLED + "{% for k, v in call.function.arguments | items %}<{{ k }}>{{ v | string }}{% endfor %}" + ENDED,
+        "<x>[1, 'é']",
+    ),
+    "Hunyuan writes both": (
+        CALLED + "{% set args = call.function.arguments %}{% if args is not string %}{% set args = args | tojson %}"
+        "{% endif %}{{ 'f' + args }}" + ENDED,
+        'f{"x": [1, "é"]}',
+    ),
+    "Cohere writes JSON": (CALLED + "{{ call.function.arguments | tojson }}" + ENDED, '{"x": [1, "é"]}'),
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_calls_of_earlier_turns_have_the_form_that_the_template_expects(name: str) -> None:
+    source, expected = HISTORIES[name]
+    assert render(source) == expected
+
+
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     ends = time.monotonic() + seconds
     while not condition():

@@ -11,10 +11,21 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from headrace.engine import InvalidParams, ResponseFormat
-from headrace.engine.tools import ReasoningMode, Tool, ToolChoice, call_structure, parse, parser_class
+from headrace.engine.tools import (
+    ReasoningMode,
+    ReasoningTags,
+    Tool,
+    ToolChoice,
+    call_structure,
+    detect,
+    format_names,
+    parse,
+    parser_class,
+)
 from headrace.server.protocol.forced import answer_format, checked
 
 END = 256
+HARMONY = detect("<|channel|>").tags
 SCHEMAS: dict[str, dict[str, Any]] = {
     "find": {  # whose type goes without saying
         "properties": {"text": {"type": "string", "maxLength": 5}, "deep": {"$ref": "#/$defs/deep"}},
@@ -25,7 +36,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "wait-2": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 TOOLS = [Tool(name=name, parameters=schema) for name, schema in SCHEMAS.items()]
-FORMATS = ["hermes", "llama3_json", "mistral", "mistral_args"]
+FORMATS = [name for name in format_names() if name != "pythonic"]  # which cannot be forced
 
 
 class Bytes:
@@ -77,10 +88,15 @@ def test_whatever_is_written_is_a_call(name: str, choice: ToolChoice, reasoning:
     calls = 0
     for parallel in (True, False):
         structure = call_structure(parser_class(name), TOOLS, choice, parallel)
-        wanted = answer_format(None, structure, reasoning)
+        tags = HARMONY if name == "harmony" else ReasoningTags()
+        wanted = answer_format(None, structure, reasoning, tags)
+        start, end = tags.opens[0], tags.closes[0]
         for _ in range(8):
-            before = {"none": "", "tagged": "<think>Hm.</think>", "opened": "Hm.</think>\n\n"}[reasoning]
-            parsed = parse(walk(wanted, rng, before), name, reasoning)
+            before = {"none": "", "tagged": f"{start}Hm.{end}", "opened": f"Hm.{end}\n\n"}[reasoning]
+            text = walk(wanted, rng, before)
+            if name == "harmony" and reasoning == "opened":
+                text = start + text  # no prompt of gpt-oss ends within reasoning
+            parsed = parse(text, name, reasoning, tags=tags, offered=TOOLS)
             assert not parsed.content and parsed.reasoning == ("" if reasoning == "none" else "Hm.")
             for call in parsed.tool_calls:
                 jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])

@@ -221,6 +221,51 @@ def test_calls_behind_the_first_are_left_out_where_they_may_not_be_parallel() ->
     assert parts and {part["index"] for part in parts} == {0}
 
 
+HARMONY = "{{ tools }}{{ messages[0].tool_calls }}<|channel|>commentary"
+GLM = "{{ tools }}{{ messages[0].tool_calls }}<think></think><tool_call>{function-name}<arg_key>"
+# Chat template, answer, reasoning, content, and the arguments of the call.
+FAMILIES = [
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        "Yes.",
+        None,
+    ),
+    (
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+        '<|constrain|>json<|message|>{"city": "1"}<|call|>',
+        None,
+        {"city": "1"},
+    ),
+    (
+        GLM,
+        "<think>Hm.</think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        None,
+        {"city": "1"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "text", "content", "arguments"), FAMILIES)
+def test_a_template_of_another_family_tells_how_its_answers_are_read(
+    monkeypatch: pytest.MonkeyPatch, template: str, text: str, content: str | None, arguments: dict[str, str] | None
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "chat_template", template)
+    body: dict[str, Any] = {"messages": CHAT, "temperature": 0} | ({"tools": [WEATHER]} if arguments else {})
+    with serving(speaking(text, PROMPT_LEN)) as server:
+        message = server.post(body, "/v1/chat/completions").json()["choices"][0]["message"]
+        *chunks, _ = events_of(server.post(body | {"stream": True}, "/v1/chat/completions").text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    for key, expected in (("reasoning_content", "Hm."), ("content", content)):
+        assert message[key] == expected
+        assert "".join(delta.get(key) or "" for delta in deltas) == (expected or "")
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    assert [json.loads(call["arguments"]) for call in calls] == ([arguments] if arguments else [])
+    parts = [part["function"]["arguments"] for delta in deltas for part in delta.get("tool_calls", ())]
+    assert "".join(parts) == "".join(call["arguments"] for call in calls)
+
+
 @pytest.mark.parametrize("asked", ["tool_choice", "response_format"])
 def test_calls_in_a_format_that_no_grammar_says_are_refused_by_name(asked: str) -> None:
     values: dict[str, Any] = {"tool_choice": "required", "response_format": {"type": "json_object"}}

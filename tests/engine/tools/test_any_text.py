@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.tools import (
@@ -19,11 +19,14 @@ from headrace.engine.tools import (
     Reading,
     Reasoning,
     ReasoningMode,
+    ReasoningTags,
+    Tool,
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
     ToolParser,
     collect,
+    format_names,
     make_parser,
     merge,
     parse,
@@ -31,7 +34,7 @@ from headrace.engine.tools import (
 from headrace.engine.tools.machine import MAX_HELD
 from headrace.engine.tools.values import MAX_DEPTH, JsonScanner, PythonScanner
 
-FORMATS = [None, "hermes", "llama3_json", "pythonic", "mistral"]
+FORMATS = [None, *format_names()]
 MODES: list[ReasoningMode] = ["none", "tagged", "opened"]
 
 # What completions are made of, whole and in part, so that random joins come close to calls and go wrong everywhere.
@@ -40,6 +43,13 @@ PARTS = [
     '{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {}}', '[{"name": "g"}, ',
     "[f(a=1, b='x'), g()]", '{"name": ', '"f"', '"arguments": ', '"parameters": ', '"id"', "{", "}", "[", "]", "(", ")",
     ",", ":", ";", "=", " ", "\n", '"', "'", "\\", "\\u00e9", "\\x41", "\\U0001F600", "a", "f", "a=", "null", "None",
+    "<tool_call>f\n", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_calls>", "</tool_calls>",
+    "<seed:tool_call>", "</seed:tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "f<｜tool▁sep｜>", "function<｜tool▁sep｜>f\n```json\n", "```",
+    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```tool_code", "```json\n", "f\n{", "functools", "<|tool_call|>",
+    "<|/tool_call|>", "<|START_ACTION|>[", '"tool_name": "f"', "<|END_ACTION|>", "<|start|>assistant", "<|channel|>",
+    "analysis", "commentary to=functions.f ", "<|message|>", "<|end|>", "<|call|>", " to=f", "final", "</answer>",
+    "<response>", "</response>", "Here is my thought process:", "Here's my response:", "[THINK]", "[/THINK]", "</",
     "true", "1", "-1.5e3", "0", "<", "[TOOL", "é😀", "\x00", " " * 70, "plain words",
 ]  # fmt: skip
 texts = st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3))).map("".join)
@@ -86,15 +96,28 @@ def check(events: list[Event], text: str) -> None:
             assert isinstance(json.loads(call.arguments), dict)
 
 
-@given(texts, st.sampled_from(FORMATS), st.sampled_from(MODES), st.data())
-def test_any_text_in_any_pieces(text: str, tools: str | None, mode: ReasoningMode, data: st.DataObject) -> None:
-    whole = events_of(make_parser(tools, mode, str), [text])
+TAGS = [
+    ReasoningTags(),
+    ReasoningTags(answer=("<response>", "</response>")),
+    ReasoningTags(("Here is my thought process:", "Here's my thought process:"), ("Here's my response:",)),
+    ReasoningTags(("[THINK]",), ("[/THINK]",)),
+]
+OFFERED = [Tool(name="f", parameters={"properties": {"a": {"type": "string"}}})]
+
+
+@settings(max_examples=400)
+@given(texts, st.sampled_from(FORMATS), st.sampled_from(MODES), st.sampled_from(TAGS), st.booleans(), st.data())
+def test_any_text_in_any_pieces(
+    text: str, tools: str | None, mode: ReasoningMode, tags: ReasoningTags, known: bool, data: st.DataObject
+) -> None:
+    offered = OFFERED if known else []
+    whole = events_of(make_parser(tools, mode, str, tags=tags, offered=offered), [text])
     check(whole, text)
     for pieces in (cut(text, data), list(text)):
-        events = events_of(make_parser(tools, mode, str), pieces)
+        events = events_of(make_parser(tools, mode, str, tags=tags, offered=offered), pieces)
         check(events, text)
         assert bare(events) == bare(whole)
-    assert collect(whole) == parse(text, tools, mode, str)
+    assert collect(whole) == parse(text, tools, mode, str, tags=tags, offered=offered)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["f", "get_weather", "a-b"]), arguments), min_size=1, max_size=3), st.data())
@@ -168,6 +191,13 @@ HUGE = {
     "separators": ("llama3_json", '{"name":"f","parameters":{}};' * (SIZE // 29)),
     "openings": ("mistral", "[TOOL_CALLS][" * (SIZE // 13)),
     "a long name": ("mistral", "[TOOL_CALLS]" + "f" * SIZE + "[ARGS]{}"),
+    "almost the end of a value": ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>" + "</arg_" * (SIZE // 6)),
+    "line feeds in a value": ("qwen3_coder", "<tool_call><function=f><parameter=a>" + "\n" * SIZE),
+    "names of arguments": ("glm45", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * (SIZE // 43)),
+    "arguments without values": ("glm45", "<tool_call>f<arg_key>" * (SIZE // 21)),
+    "headers": ("harmony", "<|channel|>a" * (SIZE // 12)),
+    "short messages": ("harmony", "<|channel|>final<|message|>a<|end|>" * (SIZE // 35)),
+    "calls that never begin": ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f" * (SIZE // 40)),
     "a thought": ("hermes", "<think>" + "Hm. " * (SIZE // 4)),
     "a million characters": (
         "hermes",

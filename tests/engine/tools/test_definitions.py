@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.engine import InvalidParams
 from headrace.engine.tools import (
+    ArgumentTags,
     CallStructure,
     Detected,
     Parsed,
@@ -21,6 +24,7 @@ from headrace.engine.tools import (
     call_structure,
     check_tools,
     detect,
+    format_names,
     make_parser,
     parse,
     parser_class,
@@ -156,18 +160,32 @@ def written(structure: CallStructure, calls: list[tuple[int, dict[str, Any]]]) -
     for place, arguments in calls:
         shape = structure.calls[place]
         keywords = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        texts.append(shape.before + (json.dumps(arguments) if shape.style == "json" else keywords) + shape.after)
+        inner = (
+            tagged(shape.tags, arguments)
+            if shape.tags
+            else json.dumps(arguments)
+            if shape.style == "json"
+            else keywords
+        )
+        texts.append(shape.before + inner + shape.after)
     return structure.opening + structure.separator.join(texts) + structure.closing
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "pythonic", "mistral", "mistral_args"])
+def tagged(tags: ArgumentTags, arguments: dict[str, Any]) -> str:
+    """Arguments, all of them strings, as a grammar would allow them."""
+    feed = "\n" if tags.between.endswith("\n") else ""
+    texts = [tags.before + name + tags.between + text + feed + tags.after for name, text in arguments.items()]
+    return "".join(text + tags.last for text in texts)
+
+
+@pytest.mark.parametrize("name", format_names())
 @given(
     st.lists(st.one_of(st.tuples(st.just(0), st.fixed_dictionaries({"city": st.text()})), st.just((1, {}))), min_size=1)
 )
 def test_forced_calls_are_what_the_parser_reads(name: str, calls: list[tuple[int, dict[str, Any]]]) -> None:
     structure = call_structure(parser_class(name), TOOLS, ToolChoice(mode="required"))
     assert structure and structure.maximum is None
-    parsed = parse(written(structure, calls), name)
+    parsed = parse(written(structure, calls), name, offered=TOOLS)
     assert not parsed.content and all(call.complete for call in parsed.tool_calls)
     assert [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls] == [
         (TOOLS[place].name, arguments) for place, arguments in calls
@@ -195,8 +213,18 @@ TEMPLATES = {
         False,
     ),
     "Qwen3": ("<tool_call>\\n{\\\"name\\\": <function-name> {%- if '</think>' in content %}", "hermes", True),
-    "Qwen3-Coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=a>", None, False),
-    "GLM-4.5": ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key> <think></think>", None, True),
+    "Qwen3-Coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=a>", "qwen3_coder", False),
+    "GLM-4.5": ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key> <think></think>", "glm45", True),
+    "Hy3": ("<tool_calls>\n<tool_call>{name}<tool_sep>\n<arg_key>{key}</arg_key> </think>", None, True),
+    "GLM-4": ("{{ tool | tojson(indent=4) }}\n在调用上述函数时，请使用 Json 格式表示调用的参数。", "glm4", False),
+    "Seed-OSS": ("<seed:tool_call>\\n<function=f>\\n<parameter=a>value_1</parameter>", "seed_oss", False),
+    "DeepSeek-V3.1": ("'<｜tool▁call▁begin｜>'+ tool.name + '<｜tool▁sep｜>' + '</think>'", "deepseek_v31", True),
+    "Granite 3.1": ("write <|tool_call|> followed by a JSON list of tools used", "granite", False),
+    "Phi-4-mini": ("{{ message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' }}", "phi4_mini_json", False),
+    "Hunyuan A13B": ('<tool_calls>[{"name": "func_name1", "arguments": {}},...]</tool_calls>', "hunyuan_a13b", False),
+    "EXAONE 4": ('<tool_call>{\\"name\\": \\"<function_1_name>\\"</tool_call> <think>', "hermes", True),
+    "SmolLM3": ("return a json object within <tool_call></tool_call> XML tags <think>", "hermes", True),
+    "Gemma 3, prompted": ("To call a function, write it in a fence: ```tool_code\\nf()\\n```", "tool_code", False),
     "Llama 3.1": (
         '{{- "<|python_tag|>" + tool_call.name }} Respond in the format {"name": function name, "parameters"',
         "llama3_json",
@@ -206,7 +234,7 @@ TEMPLATES = {
     "Llama 4": ("put it in the format of [func_name1(params_name1=params_value1, params_name2=", "pythonic", False),
     "Mistral Nemo": ('{{- "[TOOL_CALLS][" }} {{- "[AVAILABLE_TOOLS][" }}', "mistral", False),
     "Mistral Small 3.2": ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral_args", False),
-    "DeepSeek-R1": ("{{'<｜Assistant｜><think>\\n'}} <｜tool▁calls▁begin｜>", None, True),
+    "DeepSeek-R1": ("{{'<｜tool▁sep｜>' + name + '\\n```json\\n'}} <think>", "deepseek_v3", True),
     "SmolLM2": ("{% for message in messages %}{{'<|im_start|>' + message['role']}}{% endfor %}", None, False),
     "none": ("", None, False),
 }
@@ -218,11 +246,56 @@ def test_templates_tell_the_format(name: str) -> None:
     assert detect(template) == Detected(tools, reasoning)
 
 
+# What the template of a model with other tags than <think> contains, a completion, its reasoning and its content.
+TAGGED = {
+    "gpt-oss": (
+        "{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+    ),
+    "Seed-OSS": ("{%- set think_begin_token = '<seed:think>' %}", "<seed:think>\nHm.</seed:think>Yes."),
+    "Ministral 3": ("{{- '[THINK]' + block['thinking'] + '[/THINK]' }}", "[THINK]Hm.[/THINK]Yes."),
+    "Command A": (
+        "write <|START_THINKING|> followed by a plan <|START_RESPONSE|>",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+    ),
+    "Command A without a plan": ("<|START_THINKING|>", "<|START_RESPONSE|>Yes.<|END_RESPONSE|>"),
+    "Granite 3.2": (
+        "Write your thoughts after 'Here is my thought process:' and your response after 'Here is my response:'",
+        "Here is my thought process:\nHm.\n\nHere's my response:\n\nYes.",
+    ),
+    "Granite 3.3": (
+        "your thoughts between <think></think> and your response between <response></response>",
+        "<think>Hm.</think><response>Yes.</response>",
+    ),
+    "Hunyuan": ("{%- set answer = '<think>' ~ '<answer>' %}", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>"),
+}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_templates_tell_the_tags_of_reasoning(name: str) -> None:
+    template, text = TAGGED[name]
+    found = detect(template)
+    mode = reasoning_mode(found, "<|user|>Is it?<|assistant|>")
+    assert mode == "tagged"
+    parsed = parse(text, found.tools, mode, tags=found.tags)
+    assert (parsed.reasoning, parsed.content) == ("" if "without" in name else "Hm.", "Yes.")
+    for opened in found.tags.opens + found.tags.prompts:
+        assert reasoning_mode(found, f"<|assistant|>{opened}\n") == "opened"
+        assert found.tags.are_open(f"{opened} so") and not found.tags.are_open(f"so {found.tags.closes[-1]}")
+
+
 def test_the_prompt_tells_whether_reasoning_is_open() -> None:
     thinks = Detected(None, True)
     assert reasoning_mode(thinks, "<|im_start|>assistant\n<think>\n") == "opened"
     assert reasoning_mode(thinks, "<|im_start|>assistant\n<think>\n\n</think>\n\n") == "tagged"
     assert reasoning_mode(Detected(None, False), "<think>") == "none"
+
+
+def test_the_guide_lists_all_formats() -> None:
+    guide = (Path(__file__).parents[3] / "docs/embedding.md").read_text(encoding="utf-8")
+    table = guide.split("| format | written as | models |")[1].split("\n\n")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)) == format_names()
 
 
 def test_applications_add_formats(monkeypatch: pytest.MonkeyPatch) -> None:
