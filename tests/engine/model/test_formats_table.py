@@ -12,6 +12,7 @@ from headrace.engine.model.checkpoint.quantised.reader import METHODS
 from headrace.engine.model.families.mistral import MISTRAL
 from headrace.engine.model.families.olmo3 import OLMO3
 from headrace.engine.model.families.registry import FAMILIES
+from headrace.engine.tokens.gguf import PRE_TOKENIZERS
 
 ROOT = Path(__file__).parents[3]
 PLAIN = "float32"
@@ -34,6 +35,12 @@ def test_the_table_has_the_families() -> None:
     assert {each[0].strip("`"): each[2].strip("`") for each in cells} == {
         family.architecture: family.gguf or ALIKE.get(family.architecture, "–") for family in FAMILIES
     }
+
+
+def test_the_guide_names_the_splits_of_tokenizers() -> None:
+    text = (ROOT / "docs/models.md").read_text()
+    named = re.findall("`([^`]+)`", text.partition("how text\n  is split: ")[2].partition(". Others")[0])
+    assert named == list(PRE_TOKENIZERS)
 
 
 def test_the_table_has_the_methods_that_are_read() -> None:
