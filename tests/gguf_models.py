@@ -48,14 +48,19 @@ UNWRITTEN_KINDS = {
 """Kinds of blocks that the package reads and does not write, with the places of their float16 constants in a block."""
 
 
-def encoded(values: np.ndarray[Any, Any], kind: Kind, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """`values` in blocks of `kind`; for kinds that the package does not write, blocks of random bits."""
+def encoded(
+    values: np.ndarray[Any, Any], kind: Kind, rng: np.random.Generator, most: float = 0.1
+) -> np.ndarray[Any, Any]:
+    """`values` in blocks of `kind`; for kinds that the package does not write, blocks of random bits.
+
+    The constants of random blocks are at most `most`.
+    """
     if kind not in UNWRITTEN_KINDS:
         return gguf.quants.quantize(values, kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (values.shape[0], values.shape[1] // block, size), dtype=np.uint8)
     for at in UNWRITTEN_KINDS[kind]:
-        halves = rng.uniform(-0.1, 0.1, (*raw.shape[:2], 1)).astype(np.float16)
+        halves = rng.uniform(-most, most, (*raw.shape[:2], 1)).astype(np.float16)
         raw[..., at : at + 2] = halves.view(np.uint8)
     return raw.reshape(values.shape[0], -1)
 

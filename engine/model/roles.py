@@ -118,6 +118,8 @@ class Names:
     norm_offset: float = 0.0
     """Number that the checkpoint leaves out of the weights of norms. Such weights are kept in float32, since 1 and a
     small difference have no room in 16 bits."""
+    has_float32_norms: bool = False
+    """Whether weights of norms are kept in float32 without an offset, too: the file has added one to them."""
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Roles whose one tensor holds those of several others, one above the other: `qkv` for q, k and v."""
     grouped: bool = False

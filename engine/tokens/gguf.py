@@ -15,7 +15,15 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.tokens.limits import check_added, check_merging, check_token_sizes
 from headrace.engine.tokens.panics import typed
 
-__all__ = ["BYTE_OF_CHAR", "SPLITS", "GgufBackend", "build_gguf_tokenizer", "byte_level_piece", "gguf_eos_ids"]
+__all__ = [
+    "BYTE_OF_CHAR",
+    "PRE_TOKENIZERS",
+    "SPLITS",
+    "GgufBackend",
+    "build_gguf_tokenizer",
+    "byte_level_piece",
+    "gguf_eos_ids",
+]
 
 _PREFIX: Final = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
@@ -30,6 +38,18 @@ _CASED_WORDS: Final = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 )
+_O200K: Final = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+)
+_SEED: Final = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_NUMBERS: Final = r"\p{N}{1,3}"
+_HAN_AND_KANA: Final = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_WORDS_AND_SIGNS: Final = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
+)
 
 
 class _Pre(NamedTuple):
@@ -37,6 +57,8 @@ class _Pre(NamedTuple):
 
     split: str | None = None
     """Regular expression of the parts; None for GPT-2's."""
+    before: tuple[str, ...] = ()
+    """Regular expressions of parts that are cut out before `split`, one after the other."""
     digits: bool = False
     """Whether each digit is cut out first."""
     nfc: bool = False
@@ -48,19 +70,35 @@ class _Pre(NamedTuple):
 
 
 _LLAMA3: Final = _Pre(split=_WORDS % r"\p{N}{1,3}", whole_words=True, bos=True)
+_CL100K: Final = _Pre(split=_WORDS % r"\p{N}{1,3}")
+_DIGITS: Final = _Pre(digits=True)
 _QWEN2: Final = _Pre(split=_WORDS % r"\p{N}", nfc=True)
-_PRE: Final[Mapping[str, _Pre]] = {
+PRE_TOKENIZERS: Final[Mapping[str, _Pre]] = {
     "default": _Pre(),
     "gpt-2": _Pre(),
-    "smollm": _Pre(digits=True),
+    "olmo": _Pre(),
+    "exaone4": _Pre(),
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _Pre(split=_CASED_WORDS, whole_words=True, bos=True),
+    "dbrx": _CL100K,
+    "smaug-bpe": _CL100K,
+    "chatglm-bpe": _CL100K,
+    "glm4": _CL100K,
+    "gpt-4o": _Pre(split=_O200K),
+    "seed-coder": _Pre(split=_SEED),
+    "hunyuan-dense": _Pre(before=(_NUMBERS, _HAN_AND_KANA), split=_WORDS_AND_SIGNS),
 }
-SPLITS: Final = frozenset(pre.split for pre in _PRE.values() if pre.split is not None)
+"""Ways to split text, by their names in a header; the regular expressions are those of the models' tokenizer.json."""
+SPLITS: Final = frozenset(
+    pattern for pre in PRE_TOKENIZERS.values() for pattern in (*pre.before, pre.split) if pattern is not None
+)
 """Regular expressions by which published models split text; all of them take linear time."""
 
 
@@ -143,9 +181,9 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.get(_PREFIX + "pre", "default")
-    pre = _PRE.get(name) if isinstance(name, str) else None
+    pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
-        raise _rejected("pre", f"unknown pre-tokenizer; known are {', '.join(_PRE)}", name)
+        raise _rejected("pre", f"unknown pre-tokenizer; known are {', '.join(PRE_TOKENIZERS)}", name)
     merges = _strings(metadata, "merges")
     pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
     if not all(" " in merge for merge in merges):
@@ -154,8 +192,8 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
     if pre.nfc:
         core.normalizer = normalizers.NFC()
     parts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
-    if pre.split is not None:
-        parts.append(pre_tokenizers.Split(Regex(pre.split), behavior="isolated"))
+    patterns = [*pre.before] if pre.split is None else [*pre.before, pre.split]
+    parts += (pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns)
     parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.split is None))
     core.pre_tokenizer = pre_tokenizers.Sequence(parts)
     core.decoder = decoders.ByteLevel()

@@ -17,12 +17,7 @@ _GROWTH: Final = 512
 _WORD_CHARS: Final = 128
 _TOKEN_CHARS: Final = 256
 _GPT2: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_O200K: Final = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_KNOWN: Final = SPLITS | {_GPT2, _O200K, r"\p{N}", r"\p{N}{1,3}"}
+_KNOWN: Final = SPLITS | {_GPT2, r"\p{N}"}
 
 
 def is_quick(core: Any, growth: int) -> bool:

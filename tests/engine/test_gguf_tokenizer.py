@@ -97,12 +97,26 @@ def test_known_pre_tokenizers(pre: str, text: str, expected: list[str]) -> None:
         ("llama-bpe", "in 20245's IT'S", ["in", " ", "202", "45", "'s", " IT", "'S"]),
         ("qwen2", "in 20!!\n\n (x", ["in", " ", "2", "0", "!!\n\n", " (", "x"]),
         ("tekken", "fooBar BAZ 12/", ["foo", "Bar", " BAZ", " ", "1", "2", "/"]),
+        ("refact", "in 2024's", ["in", " ", "2", "0", "2", "4", "'s"]),
+        ("exaone4", "in 2024's", ["in", " 2024", "'s"]),
+        ("dbrx", "in 20245's IT'S", ["in", " ", "202", "45", "'s", " IT", "'S"]),
+        ("glm4", "x=20245!\n\n y", ["x", "=", "202", "45", "!\n\n", " y"]),
+        ("smaug-bpe", "don't", ["don", "'t"]),
+        ("gpt-4o", "fooBar's IT'S 1234/\n", ["foo", "Bar's", " IT'S", " ", "123", "4", "/\n"]),
+        ("seed-coder", "in 20!!\n\n (x's", ["in", " ", "2", "0", "!!", "\n\n", " (", "x", "'s"]),
+        ("hunyuan-dense", "in 20245 .map !!\n  y", ["in", " ", "202", "45", " .", "map", " !!\n", " ", " y"]),
     ],
 )
 def test_text_is_split_as_the_pre_tokenizer_says(pre: str, text: str, parts: list[str]) -> None:
     core = Tokenizer.from_gguf(byte_metadata(pre=pre))._core
     found = [part.replace("Ġ", " ").replace("Ċ", "\n") for part, _ in core.pre_tokenizer.pre_tokenize_str(text)]
     assert found == parts
+
+
+def test_han_characters_are_split_from_what_stands_beside_them() -> None:
+    core = Tokenizer.from_gguf(byte_metadata(pre="hunyuan-dense"))._core
+    found = [place for _, place in core.pre_tokenizer.pre_tokenize_str("在apple工作13年 カa")]
+    assert found == [(0, 1), (1, 6), (6, 8), (8, 10), (10, 11), (11, 12), (12, 13), (13, 14)]
 
 
 def test_special_tokens_outside_the_byte_alphabet_keep_their_ids() -> None:

@@ -32,7 +32,7 @@ def split(pattern: str) -> dict[str, Any]:
 
 def test_known_tokenizers_are_quick(tmp_path: Path) -> None:
     assert smollm2().table.is_quick and pieces().table.is_quick
-    for pre in ("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"):
+    for pre in ("gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "glm4", "gpt-4o", "seed-coder", "hunyuan-dense"):
         assert Tokenizer.from_gguf(byte_metadata(pre=pre)).table.is_quick
     for number, pattern in enumerate(sorted(SPLITS)):
         (place := tmp_path / str(number)).mkdir()

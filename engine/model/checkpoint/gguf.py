@@ -24,6 +24,7 @@ from headrace.adapters.gguf_parts import parts_of
 from headrace.adapters.untrusted import open_file
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.gguf_header import GgufTensor, read_gguf_header
+from headrace.engine.model.families.gguf_rope import ROPE_TENSORS
 from headrace.engine.model.families.registry import from_gguf
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Dense, Format, Stored
@@ -32,6 +33,7 @@ from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks
 __all__ = ["GgufFile"]
 
 _BLOCK_ELEMENTS = 1 << 18
+_MOST_DIVISORS = 1024
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
@@ -121,18 +123,15 @@ class GgufFile:
         Raises:
             ModelRejected: The model is of a kind that headrace does not know, or contradicts itself.
         """
-        divisors = None
-        freqs = self.tensors.get("rope_freqs.weight")
-        if freqs is not None:
-            if math.prod(freqs.shape) > 1024:
-                raise ModelRejected(
-                    f"{self.name}: rope_freqs.weight has shape {list(freqs.shape)}; allowed: at most 1024 values",
-                    field="rope_freqs.weight",
-                    value=freqs.shape,
-                    limit=1024,
-                )
-            divisors = tuple(value for _, rows in self.blocks("rope_freqs.weight") for value in rows.flatten().tolist())
+        divisors = {name: self._divisors(name) for name in ROPE_TENSORS if name in self.tensors}
         return from_gguf(self.metadata, self.shapes, divisors, self.name)
+
+    def _divisors(self, name: str) -> tuple[float, ...]:
+        """Return the numbers of a tensor that has a divisor for each frequency."""
+        shape = self.shapes[name]
+        if math.prod(shape) > _MOST_DIVISORS:
+            _refuse(self.name, name, list(shape), f"a shape of at most {_MOST_DIVISORS} numbers")
+        return tuple(value for _, rows in self.blocks(name) for value in rows.flatten().tolist())
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

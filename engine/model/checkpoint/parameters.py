@@ -117,9 +117,10 @@ class FileMaker:
             self.total_bytes += inventory.of(top_plan(spec)["embedding_VE"].parts[0]).nbytes(inventory.files)
 
     def dense(self, fused: Fused) -> Tensor:
-        """Return a parameter as a tensor of its shape, in `dtype`; routers and norms that lack an offset in float32."""
+        """Return a parameter as a tensor of its shape, in `dtype`; routers and norms with an offset in float32."""
         offset = self.names.norm_offset if fused.is_norm else 0.0
-        out = self.empty(fused.shape, torch.float32 if offset or fused.in_float32 else self.dtype)
+        has_offset = offset != 0.0 or (fused.is_norm and self.names.has_float32_norms)
+        out = self.empty(fused.shape, torch.float32 if has_offset or fused.in_float32 else self.dtype)
         first = 0
         for part in fused.parts:
             self._fill(Stored.from_dense(out[first : first + part.rows]), part)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.spec import DecoderSpec, LayerSpec
 
@@ -26,6 +27,17 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder(layers, [config.rope(attention, _THETA)], is_tied=True)
 
 
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    attention = replace(header.attention(), interleaved=True)
+    return header.decoder(LayerSpec(attention, header.dense(), header.norms()), [header.rope(attention)])
+
+
 ERNIE4_5 = Family(
-    "Ernie4_5ForCausalLM", "ernie4_5", _from_config, has_own_code=True, former_names=("Ernie4_5_ForCausalLM",)
+    "Ernie4_5ForCausalLM",
+    "ernie4_5",
+    _from_config,
+    has_own_code=True,
+    former_names=("Ernie4_5_ForCausalLM",),
+    gguf="ernie4_5",
+    from_header=_from_header,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.families.olmo2 import POST_NAMES
 from headrace.engine.model.rope import UNROTATED
@@ -39,4 +40,21 @@ def _usual(config: HfConfig) -> list[bool]:
     return [(layer + 1) % period != 0 for layer in range(count)]
 
 
-EXAONE4 = Family("Exaone4ForCausalLM", "exaone4", _from_config)
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    attention = replace(header.attention(), qk_norm=True)
+    feed, norms, window = header.dense(), header.norms("post"), header.window()
+    layers = (
+        LayerSpec(replace(attention, window=each, rope=int(window is not None and each is None)), feed, norms)
+        for each in header.windows(window, 4)
+    )
+    return header.decoder(layers, [header.rope(attention), UNROTATED])
+
+
+EXAONE4 = Family(
+    "Exaone4ForCausalLM",
+    "exaone4",
+    _from_config,
+    gguf="exaone4",
+    from_header=_from_header,
+    gguf_heeds=frozenset(("attention.sliding_window", "attention.sliding_window_pattern")),
+)

@@ -34,3 +34,5 @@ class Family:
     """Value of `general.architecture` in GGUF files; None if none are read."""
     from_header: Callable[[GgufHeader], DecoderSpec] | None = None
     """Returns the spec that a GGUF file describes; raises `ModelRejected`."""
+    gguf_heeds: frozenset[str] = frozenset()
+    """Keys, without the architecture's name, that `from_header` reads and that others refuse."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
-from headrace.engine.model.families.gemma2 import embedding_scale
+from headrace.engine.model.families.gemma2 import embedding_scale, in_gguf
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.spec import LIMITS, DecoderSpec, DenseFeed, LayerSpec
 
@@ -28,4 +29,9 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return replace(spec, embedding_scale=embedding_scale(config), scales_virtual_tokens=False)
 
 
-GEMMA = Family("GemmaForCausalLM", "gemma", _from_config)
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    attention, feed = header.attention(), replace(header.dense(), activation="gelu_tanh")
+    return in_gguf(header, [LayerSpec(attention, feed, header.norms())] * header.num_layers, [header.rope(attention)])
+
+
+GEMMA = Family("GemmaForCausalLM", "gemma", _from_config, gguf="gemma", from_header=_from_header)

@@ -7,16 +7,20 @@ less 1, and scores have a factor that the size of a head does not decide.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
 
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
+from headrace.engine.model.rope import Rope
 from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, SoftcappedAttention
 
-__all__ = ["GEMMA2", "GEMMA_NAMES", "embedding_scale", "gemma_attention", "gemma_feed"]
+__all__ = ["GEMMA2", "GEMMA_NAMES", "embedding_scale", "gemma_attention", "gemma_feed", "in_gguf", "scale_in_gguf"]
 
+_LARGEST = 46  # layers of Gemma 2 27B
 GEMMA_NAMES = replace(
     HF_NAMES,
     roles={
@@ -71,9 +75,51 @@ def embedding_scale(config: HfConfig) -> float:
     return float(((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32))
 
 
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    feed, norms = replace(header.dense(), activation="gelu_tanh"), header.norms("both")
+    attention = replace(header.attention(), scale=scale_in_gguf(header, _LARGEST))
+    cap = header.real(header.key("attn_logit_softcapping"), 1e-3, 1e6, 50.0)
+    attention = SoftcappedAttention(**asdict(attention), cap=cap)
+    windows = header.windows(header.window(default=4096), 2)
+    layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
+    spec = in_gguf(header, layers, [header.rope(attention)])
+    return replace(spec, logits_cap=header.real(header.key("final_logit_softcapping"), 1e-3, 1e6, 30.0))
+
+
+def scale_in_gguf(header: GgufHeader, largest: int) -> float:
+    """Return the factor of scores, which GGUF files leave out.
+
+    It is that of the size of a head, but for the largest model of a generation, whose heads have other sizes than the
+    hidden size shared out among them.
+
+    Args:
+        header: The file's header.
+        largest: Number of layers of the largest model.
+    """
+    attention = header.attention()
+    size = header.hidden_size // attention.heads if header.num_layers == largest else attention.head_dim
+    return float(size**-0.5)
+
+
+def in_gguf(header: GgufHeader, layers: Iterable[LayerSpec], ropes: Sequence[Rope]) -> DecoderSpec:
+    """Return the spec of a Gemma whose GGUF file has these layers: weights of norms have their 1 there."""
+    spec = header.decoder(layers, ropes, replace(header.names, has_float32_norms=True))
+    return replace(spec, embedding_scale=math.sqrt(header.hidden_size), scales_virtual_tokens=False)
+
+
 GEMMA2 = Family(
     "Gemma2ForCausalLM",
     "gemma2",
     _from_config,
     heeds=frozenset(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")),
+    gguf="gemma2",
+    from_header=_from_header,
+    gguf_heeds=frozenset(
+        (
+            "attention.sliding_window",
+            "attention.sliding_window_pattern",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+        )
+    ),
 )

@@ -5,16 +5,16 @@ checkpoint/gguf.py reads the weights.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from headrace.adapters.untrusted import Fields, refuse
-from headrace.engine.model.families.sizes import check_heads, head_size
+from headrace.engine.model.families.gguf_rope import ROPE_TENSORS, read_gguf_rope, stretched_context
+from headrace.engine.model.families.sizes import check_heads, head_size, within
 from headrace.engine.model.roles import Names
-from headrace.engine.model.rope import Divided, Linear, Rope
+from headrace.engine.model.rope import Rope
 from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
 
 __all__ = ["GGUF_NAMES", "GgufHeader"]
@@ -25,7 +25,6 @@ _IGNORED: Final = frozenset(
         "vocab_size",
         "rope.dimension_count",
         "rope.scaling.finetuned",
-        "rope.scaling.original_context_length",
         "attention.value_length",
         "tensor_data_layout",
     )
@@ -40,10 +39,14 @@ _USED: Final = frozenset(
         "attention.head_count_kv",
         "attention.key_length",
         "attention.layer_norm_rms_epsilon",
-        "attention.sliding_window",
         "rope.freq_base",
         "rope.scaling.type",
         "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.attn_factor",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
     )
 )
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
@@ -51,9 +54,11 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "attention.scale": (0.0,),
     "attention.max_alibi_bias": (0.0,),
     "attention.clamp_kqv": (0.0,),
+    "attention.sliding_window": (0,),
     "expert_count": (0,),
     "expert_used_count": (0,),
-    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
     "use_parallel_residual": (False,),
 }
 
@@ -64,19 +69,22 @@ GGUF_NAMES = Names(
         "final_norm": "output_norm",
         "head": "output",
         "mixer_norm": "attn_norm",
+        "mixer_result_norm": "post_attention_norm",
         "q": "attn_q",
         "k": "attn_k",
         "v": "attn_v",
         "o": "attn_output",
         "q_norm": "attn_q_norm",
         "k_norm": "attn_k_norm",
+        "qkv": "attn_qkv",
         "feed_norm": "ffn_norm",
+        "feed_result_norm": "post_ffw_norm",
         "gate": "ffn_gate",
         "up": "ffn_up",
         "down": "ffn_down",
     },
-    # GgufFile.spec() has put the tensor into the spec.
-    harmless=re.compile(r"rope_freqs\.weight"),
+    # GgufFile.spec() has put these tensors into the spec.
+    harmless=re.compile("|".join(map(re.escape, ROPE_TENSORS))),
     is_peft=False,
 )
 """Names that llama.cpp gives to the roles in all architectures that have them."""
@@ -92,8 +100,8 @@ class GgufHeader(Fields):
     """The same architecture's name in Hugging Face configs."""
     shapes: Mapping[str, Sequence[int]]
     """Tensor names to shapes, outer size first."""
-    rope_divisors: tuple[float, ...] | None
-    """The tensor `rope_freqs.weight`, where the file has one."""
+    rope_tensors: Mapping[str, tuple[float, ...]]
+    """The numbers of those of `ROPE_TENSORS` that the file has."""
 
     def check(self, heeded: Iterable[str] = ()) -> None:
         """Refuse keys of the architecture that nobody reads; `heeded` are those that the family reads."""
@@ -122,62 +130,112 @@ class GgufHeader(Fields):
     @property
     def max_context(self) -> int:
         """Most tokens that the model was made for."""
-        return self.size(self.key("context_length"), LIMITS["max_context"])
+        return stretched_context(self, self.name, self.size(self.key("context_length"), LIMITS["max_context"]))
 
-    def attention(self) -> Attention:
-        """Return full attention in the sizes of the metadata, with the biases for which the file has tensors."""
+    @property
+    def names(self) -> Names:
+        """Names of the tensors. A file may hold queries, keys and values in one."""
+        if "blk.0.attn_qkv.weight" not in self.shapes:
+            return GGUF_NAMES
+        return replace(GGUF_NAMES, joined={"qkv": ("q", "k", "v")})
+
+    @property
+    def joined_feed_names(self) -> Names:
+        """Names of the tensors where one holds gates above ups."""
+        names = self.names
+        roles = {**names.roles, "gate_up": names.roles["up"]}
+        return replace(names, roles=roles, joined={**names.joined, "gate_up": ("gate", "up")})
+
+    def attention(self, *, partly_rotated: bool = False) -> Attention:
+        """Return full attention in the sizes of the metadata, with the biases for which the file has tensors.
+
+        Args:
+            partly_rotated: Whether the architecture may rotate a part of each head alone.
+        """
         heads = self.size(self.key("attention.head_count"), LIMITS["num_heads"])
         kv_field, head_field = self.key("attention.head_count_kv"), self.key("attention.key_length")
         attention = Attention(
             heads=heads,
             kv_heads=self.size(kv_field, LIMITS["num_kv_heads"], heads),
             head_dim=head_size(self, head_field, None, self.hidden_size, heads),
-            qkv_bias="blk.0.attn_q.bias" in self.shapes,
+            qkv_bias="blk.0.attn_q.bias" in self.shapes or "blk.0.attn_qkv.bias" in self.shapes,
             o_bias="blk.0.attn_output.bias" in self.shapes,
         )
         for short in ("rope.dimension_count", "attention.value_length"):
-            if self.data.get(self.key(short), attention.head_dim) != attention.head_dim:
+            is_free = partly_rotated and short == "rope.dimension_count"
+            if not is_free and self.data.get(self.key(short), attention.head_dim) != attention.head_dim:
                 self.refuse(self.key(short), f"the head size, {attention.head_dim}")
-        pairs = attention.head_dim // 2
-        if self.rope_divisors is not None and len(self.rope_divisors) != pairs:
-            refuse(self.origin, "the length of rope_freqs.weight", len(self.rope_divisors), pairs)
+        if partly_rotated:
+            attention = replace(attention, rotary_dim=self._rotary_dim(attention.head_dim))
         return check_heads(attention, self.origin, kv_field, head_field)
+
+    def _rotary_dim(self, head_dim: int) -> int | None:
+        field = self.key("rope.dimension_count")
+        rotary_dim = self.size(field, head_dim, head_dim)
+        if rotary_dim % 2:
+            self.refuse(field, f"an even number up to the head size, {head_dim}")
+        return None if rotary_dim == head_dim else rotary_dim
 
     def dense(self) -> DenseFeed:
         """Return a gated feed, with the biases for which the file has tensors."""
         size = self.size(self.key("feed_forward_length"), LIMITS["ffn_size"])
-        return DenseFeed(size, bias="blk.0.ffn_gate.bias" in self.shapes)
+        return DenseFeed(size, bias="blk.0.ffn_down.bias" in self.shapes)
 
-    def norms(self) -> Norms:
-        """Return RMS norms before each part of a layer."""
-        return Norms(self._epsilon())
+    def norms(self, placement: Literal["pre", "post", "both"] = "pre") -> Norms:
+        """Return RMS norms before or behind a layer's parts."""
+        return Norms(self._epsilon(), placement=placement)
 
-    def window(self) -> int | None:
-        """Return the attention window; None where the file gives none or 0, or it is as long as the context."""
+    def window(self, default: int | None = None) -> int | None:
+        """Return the attention window, which is `default` where the key is absent, and None where it is 0."""
         field = self.key("attention.sliding_window")
-        if not self.data.get(field):
+        if self.data.get(field, default) in (None, 0):
             return None
-        window = self.size(field, LIMITS["max_context"])
-        return window if window < self.max_context else None
+        return self.size(field, LIMITS["max_context"], default)
 
-    def refuse_window(self) -> None:
-        """Refuse a window: files of some architectures do not say which layers have it."""
-        field = self.key("attention.sliding_window")
-        if self.data.get(field):
-            self.refuse(field, "none for this architecture")
+    def windows(self, window: int | None, period: int) -> tuple[int | None, ...]:
+        """Return the window of each layer, by `attention.sliding_window_pattern`.
 
-    def decoder(self, layer: LayerSpec, names: Names = GGUF_NAMES) -> DecoderSpec:
-        """Return the spec of a model whose layers are all `layer`."""
+        Args:
+            window: The window of the layers that have one.
+            period: Period of the pattern where the file has none: in each period all layers but the last have a window.
+                The file may have another period, or a bool for each layer.
+        """
+        field, count = self.key("attention.sliding_window_pattern"), self.num_layers
+        given = self.data.get(field)
+        if isinstance(given, list):
+            if len(given) != count or not all(isinstance(each, bool) for each in given):
+                self.refuse(field, f"{count} bools, one for each layer")
+            windowed = [each is True for each in given]
+        else:
+            every = self.size(field, LIMITS["num_layers"], period)
+            windowed = [(layer + 1) % every != 0 for layer in range(count)]
+        return tuple(window if each else None for each in windowed)
+
+    def rope(self, attention: Attention) -> Rope:
+        """Return the rotary embedding of the file, for heads like those of `attention`."""
+        return read_gguf_rope(self, self.name, self.rope_tensors, attention.rotated_dim // 2)
+
+    def decoder(
+        self, layers: LayerSpec | Iterable[LayerSpec], ropes: Sequence[Rope], names: Names | None = None
+    ) -> DecoderSpec:
+        """Return the spec of a model.
+
+        Args:
+            layers: The layers, or the one that all of them are like.
+            ropes: The rotary embeddings that the layers refer to.
+            names: Names of the tensors; None for `names`.
+        """
+        each = (layers,) * self.num_layers if isinstance(layers, LayerSpec) else tuple(layers)
         return DecoderSpec(
             architecture=self.architecture,
-            layers=(layer,) * self.num_layers,
-            ropes=(self._rope(),),
+            layers=tuple(within(layer, self.max_context) for layer in each),
+            ropes=tuple(ropes),
             hidden_size=self.hidden_size,
             vocab_size=self._vocabulary(),
             max_context=self.max_context,
-            norm_eps=self._epsilon(),
+            norm_eps=each[0].norms.epsilon,
             tied_head="output.weight" not in self.shapes,
-            names=names,
+            names=self.names if names is None else names,
         )
 
     def _epsilon(self) -> float:
@@ -192,16 +250,3 @@ class GgufHeader(Fields):
         if self.data.get(self.key("vocab_size"), shape[0]) != shape[0]:
             self.refuse(self.key("vocab_size"), f"the rows of token_embd.weight, {shape[0]}")
         return shape[0]
-
-    def _rope(self) -> Rope:
-        divisors = self.rope_divisors
-        if divisors is not None and not all(math.isfinite(divisor) and divisor > 0 for divisor in divisors):
-            refuse(self.origin, "rope_freqs.weight", divisors, "positive numbers")
-        theta = self.real(self.key("rope.freq_base"), 1.0, 1e12, 10000.0)
-        kind = self.data.get(self.key("rope.scaling.type"), "none")
-        if kind == "linear":
-            factor = self.real(self.key("rope.scaling.factor"), 1.0, 1e6)
-            return Rope(theta, Divided(divisors, Linear(factor)) if divisors else Linear(factor))
-        if kind != "none":
-            self.refuse(self.key("rope.scaling.type"), "none, linear")
-        return Rope(theta, Divided(divisors) if divisors else None)

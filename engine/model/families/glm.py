@@ -6,12 +6,14 @@ GLM Team (2024), "ChatGLM: A family of large language models from GLM-130B to GL
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
 
-__all__ = ["EPSILON", "GLM", "GLM_NAMES", "glm_attention"]
+__all__ = ["EPSILON", "GLM", "GLM_NAMES", "glm_attention", "glm_in_gguf"]
 
 GLM_NAMES = replace(
     HF_NAMES,
@@ -36,4 +38,22 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder(layers, [config.rope(attention)], GLM_NAMES)
 
 
-GLM = Family("GlmForCausalLM", "glm", _from_config, heeds=frozenset(("partial_rotary_factor",)))
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    return glm_in_gguf(header, "pre")
+
+
+def glm_in_gguf(header: GgufHeader, placement: Literal["pre", "both"]) -> DecoderSpec:
+    """Return the spec of a GLM in a GGUF file, with norms as `placement` says."""
+    attention = replace(header.attention(partly_rotated=True), interleaved=True)
+    layer = LayerSpec(attention, header.dense(), header.norms(placement))
+    return header.decoder(layer, [header.rope(attention)], header.joined_feed_names)
+
+
+GLM = Family(
+    "GlmForCausalLM",
+    "glm",
+    _from_config,
+    heeds=frozenset(("partial_rotary_factor",)),
+    gguf="chatglm",
+    from_header=_from_header,
+)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
-from headrace.engine.model.families.glm import EPSILON, GLM_NAMES, glm_attention
+from headrace.engine.model.families.gguf import GgufHeader
+from headrace.engine.model.families.glm import EPSILON, GLM_NAMES, glm_attention, glm_in_gguf
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.spec import DecoderSpec, LayerSpec
 
@@ -31,4 +32,15 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder(layers, [config.rope(attention)], _NAMES)
 
 
-GLM4 = Family("Glm4ForCausalLM", "glm4", _from_config, heeds=frozenset(("partial_rotary_factor",)))
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    return glm_in_gguf(header, "both")
+
+
+GLM4 = Family(
+    "Glm4ForCausalLM",
+    "glm4",
+    _from_config,
+    heeds=frozenset(("partial_rotary_factor",)),
+    gguf="glm4",
+    from_header=_from_header,
+)

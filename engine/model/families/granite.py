@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.roles import Names
 from headrace.engine.model.spec import DecoderSpec, FeedSpec, LayerSpec, Norms
@@ -18,6 +19,7 @@ from headrace.engine.model.spec import DecoderSpec, FeedSpec, LayerSpec, Norms
 __all__ = ["GRANITE", "granite_decoder"]
 
 _LEAST, _MOST = 1e-4, 1e4
+_ROTATES = "rope.scaling.finetuned"
 
 
 def granite_decoder(config: HfConfig, feed: FeedSpec, names: Names = HF_NAMES) -> DecoderSpec:
@@ -38,9 +40,27 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return granite_decoder(config, replace(config.dense(), bias=config.flag("mlp_bias", False)))
 
 
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    embedding, residual, logits = (
+        header.real(header.key(short), _LEAST, _MOST, 1.0)
+        for short in ("embedding_scale", "residual_scale", "logit_scale")
+    )
+    if not header.flag(header.key(_ROTATES), True):
+        header.refuse(header.key(_ROTATES), "true: of this architecture it says whether heads are rotated")
+    attention = header.attention()
+    scores = header.real(header.key("attention.scale"), _LEAST, _MOST, attention.head_dim**-0.5)
+    attention = replace(attention, scale=scores)
+    layer = LayerSpec(attention, header.dense(), Norms(header.norms().epsilon / residual**2))
+    spec = header.decoder(layer, [header.rope(attention)], replace(header.names, interleaved=True))
+    return replace(spec, embedding_scale=embedding / residual, logits_scale=1.0 / logits)
+
+
 GRANITE = Family(
     "GraniteForCausalLM",
     "granite",
     _from_config,
     heeds=frozenset(("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")),
+    gguf="granite",
+    from_header=_from_header,
+    gguf_heeds=frozenset(("attention.scale", "embedding_scale", "logit_scale", "residual_scale")),
 )

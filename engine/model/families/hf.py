@@ -10,7 +10,7 @@ from typing import Final, Literal, NoReturn
 
 from headrace.adapters.untrusted import Fields, refuse
 from headrace.engine.model.families.hf_rope import PART, read_rope, rope_fields
-from headrace.engine.model.families.sizes import check_heads, head_size
+from headrace.engine.model.families.sizes import check_heads, head_size, within
 from headrace.engine.model.roles import Names
 from headrace.engine.model.rope import Rope, Yarn
 from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
@@ -229,7 +229,7 @@ class HfConfig(Fields):
             is_tied: Whether the head is the embedding where the config does not say.
         """
         context = max(self._stretched(rope) for rope in ropes)
-        layers = tuple(_within(layer, context) for layer in layers)
+        layers = tuple(within(layer, context) for layer in layers)
         return DecoderSpec(
             architecture=self.architecture,
             layers=layers,
@@ -268,11 +268,3 @@ class HfConfig(Fields):
         if value is not None and value not in _DTYPES:
             self.refuse(name, ", ".join(_DTYPES))
         return str(value) if value is not None else None
-
-
-def _within(layer: LayerSpec, context: int) -> LayerSpec:
-    """Return a layer without a window that is as long as the context, and so limits nothing."""
-    mixer = layer.mixer
-    if isinstance(mixer, Attention) and mixer.window is not None and mixer.window >= context:
-        return replace(layer, mixer=replace(mixer, window=None))
-    return layer

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from headrace.adapters.untrusted import Fields
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.families.hf_rope import rope_fields
 from headrace.engine.model.rope import UNROTATED, Rope
@@ -49,9 +50,17 @@ def _rope(config: HfConfig, attention: Attention) -> Rope:
     return Rope(theta * alpha ** (attention.head_dim / (attention.head_dim - 2)))
 
 
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    attention = replace(header.attention(), qk_norm=True, rope=1, early_rope=0)
+    layer = LayerSpec(attention, header.dense(), header.norms())
+    return header.decoder(layer, [header.rope(attention), UNROTATED])  # whose base the power of alpha is in
+
+
 HUNYUAN = Family(
     "HunYuanDenseV1ForCausalLM",
     "hunyuan_v1_dense",
     _from_config,
     heeds=frozenset(("use_qk_norm", "num_experts")),
+    gguf="hunyuan-dense",
+    from_header=_from_header,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
-from headrace.engine.model.families.gguf import GGUF_NAMES, GgufHeader
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.spec import DecoderSpec, LayerSpec
 
@@ -26,8 +26,15 @@ def _from_config(config: HfConfig) -> DecoderSpec:
 
 def _from_header(header: GgufHeader) -> DecoderSpec:
     attention = replace(header.attention(), window=header.window())
-    names = replace(GGUF_NAMES, interleaved=True)
-    return header.decoder(LayerSpec(attention, header.dense(), header.norms()), names)
+    layer = LayerSpec(attention, header.dense(), header.norms())
+    return header.decoder(layer, [header.rope(attention)], replace(header.names, interleaved=True))
 
 
-LLAMA = Family("LlamaForCausalLM", "llama", _from_config, gguf="llama", from_header=_from_header)
+LLAMA = Family(
+    "LlamaForCausalLM",
+    "llama",
+    _from_config,
+    gguf="llama",
+    from_header=_from_header,
+    gguf_heeds=frozenset(("attention.sliding_window",)),
+)

@@ -1,6 +1,6 @@
 """OLMo 3: OLMo 2 with windows in three of four layers; the rope of the others alone is stretched.
 
-Team OLMo (2025), "OLMo 3".
+Team OLMo (2025), "OLMo 3". GGUF files of these models call themselves `olmo2`.
 """
 
 from __future__ import annotations

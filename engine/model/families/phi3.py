@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.spec import DecoderSpec, LayerSpec
 
@@ -29,4 +30,19 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder(layers, [config.rope(attention)], _NAMES)
 
 
-PHI3 = Family("Phi3ForCausalLM", "phi3", _from_config, heeds=frozenset(("partial_rotary_factor",)), has_own_code=True)
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    attention = replace(header.attention(partly_rotated=True), window=header.window())
+    layer = LayerSpec(attention, header.dense(), header.norms())
+    return header.decoder(layer, [header.rope(attention)], header.joined_feed_names)
+
+
+PHI3 = Family(
+    "Phi3ForCausalLM",
+    "phi3",
+    _from_config,
+    heeds=frozenset(("partial_rotary_factor",)),
+    has_own_code=True,
+    gguf="phi3",
+    from_header=_from_header,
+    gguf_heeds=frozenset(("attention.sliding_window",)),
+)

@@ -40,8 +40,8 @@ def _from_config(config: HfConfig) -> DecoderSpec:
 
 
 def _from_header(header: GgufHeader) -> DecoderSpec:
-    header.refuse_window()
-    return header.decoder(LayerSpec(header.attention(), header.dense(), header.norms()))
+    attention = header.attention()
+    return header.decoder(LayerSpec(attention, header.dense(), header.norms()), [header.rope(attention)])
 
 
 QWEN2 = Family("Qwen2ForCausalLM", "qwen2", _from_config, gguf="qwen2", from_header=_from_header)

@@ -26,9 +26,8 @@ def _from_config(config: HfConfig) -> DecoderSpec:
 
 
 def _from_header(header: GgufHeader) -> DecoderSpec:
-    header.refuse_window()
     attention = replace(header.attention(), qk_norm=True)
-    return header.decoder(LayerSpec(attention, header.dense(), header.norms()))
+    return header.decoder(LayerSpec(attention, header.dense(), header.norms()), [header.rope(attention)])
 
 
 QWEN3 = Family("Qwen3ForCausalLM", "qwen3", _from_config, gguf="qwen3", from_header=_from_header)

@@ -118,7 +118,7 @@ def from_hf(
 def from_gguf(
     metadata: Mapping[str, object],
     shapes: Mapping[str, Sequence[int]],
-    rope_divisors: tuple[float, ...] | None = None,
+    rope_tensors: Mapping[str, tuple[float, ...]] | None = None,
     origin: str = "the GGUF file",
     families: Sequence[Family] = FAMILIES,
 ) -> DecoderSpec:
@@ -128,7 +128,7 @@ def from_gguf(
         metadata: Keys to plain Python values.
         shapes: Tensor names to shapes, outer size first: they decide what the metadata leaves open (a tied head,
             biases, the vocabulary).
-        rope_divisors: The tensor `rope_freqs.weight`, where the file has one.
+        rope_tensors: The numbers of the file's tensors with divisors of frequencies (`ROPE_TENSORS`), by their names.
         origin: The file's base name, for messages.
         families: The families to choose from.
 
@@ -139,8 +139,8 @@ def from_gguf(
     known = {family.gguf: family for family in families if family.gguf is not None}
     if not isinstance(name, str) or name not in known or (read := known[name].from_header) is None:
         refuse(origin, "general.architecture", name, ", ".join(known))
-    header = GgufHeader(metadata, origin, name, known[name].architecture, shapes, rope_divisors)
-    header.check(known[name].heeds)
+    header = GgufHeader(metadata, origin, name, known[name].architecture, shapes, rope_tensors or {})
+    header.check(known[name].gguf_heeds)
     return read(header)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.spec import DecoderSpec, LayerSpec
 
@@ -25,4 +26,10 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder([LayerSpec(attention, feed, config.norms())] * config.num_layers, [config.rope(attention)])
 
 
-SEED_OSS = Family("SeedOssForCausalLM", "seed_oss", _from_config)
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    attention = header.attention()
+    names = replace(header.names, roles={**header.names.roles, "feed_norm": "post_attention_norm"})
+    return header.decoder(LayerSpec(attention, header.dense(), header.norms()), [header.rope(attention)], names)
+
+
+SEED_OSS = Family("SeedOssForCausalLM", "seed_oss", _from_config, gguf="seed_oss", from_header=_from_header)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from headrace.adapters.untrusted import Fields, refuse
-from headrace.engine.model.spec import LIMITS, Attention
+from dataclasses import replace
 
-__all__ = ["check_heads", "head_size"]
+from headrace.adapters.untrusted import Fields, refuse
+from headrace.engine.model.spec import LIMITS, Attention, LayerSpec
+
+__all__ = ["check_heads", "head_size", "within"]
 
 
 def head_size(
@@ -24,3 +26,11 @@ def check_heads(attention: Attention, origin: str, kv_field: str, head_field: st
     if attention.head_dim % 2:
         refuse(origin, head_field, attention.head_dim, "an even head size")
     return attention
+
+
+def within(layer: LayerSpec, context: int) -> LayerSpec:
+    """Return a layer without a window that is as long as the context, and so limits nothing."""
+    mixer = layer.mixer
+    if isinstance(mixer, Attention) and mixer.window is not None and mixer.window >= context:
+        return replace(layer, mixer=replace(mixer, window=None))
+    return layer

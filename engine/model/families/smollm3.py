@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.rope import UNROTATED
 from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
@@ -16,6 +17,7 @@ from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
 __all__ = ["SMOLLM3"]
 
 _THETA = 2e6
+_INTERVAL = 4  # GGUF files do not say it
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
@@ -36,11 +38,28 @@ def _rotated(config: HfConfig) -> list[bool]:
     """Return whether each layer rotates its heads: `no_rope_layers` has a 1 for those that do."""
     given, count = config.data.get("no_rope_layers"), config.num_layers
     if given is None:
-        interval = config.size("no_rope_layer_interval", LIMITS["num_layers"], 4)
+        interval = config.size("no_rope_layer_interval", LIMITS["num_layers"], _INTERVAL)
         return [(layer + 1) % interval != 0 for layer in range(count)]
     if not isinstance(given, list) or len(given) < count or any(each not in (0, 1) for each in given):
         config.refuse("no_rope_layers", f"a list of {count} times 0 or 1")
     return [bool(each) for each in given[:count]]
 
 
-SMOLLM3 = Family("SmolLM3ForCausalLM", "smollm3", _from_config, heeds=frozenset(("no_rope_layers",)))
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    attention, feed, norms = header.attention(), header.dense(), header.norms()
+    layers = (
+        LayerSpec(replace(attention, rope=int((layer + 1) % _INTERVAL == 0)), feed, norms)
+        for layer in range(header.num_layers)
+    )
+    names = replace(header.names, interleaved=True)
+    return header.decoder(layers, [header.rope(attention), UNROTATED], names)
+
+
+SMOLLM3 = Family(
+    "SmolLM3ForCausalLM",
+    "smollm3",
+    _from_config,
+    heeds=frozenset(("no_rope_layers",)),
+    gguf="smollm3",
+    from_header=_from_header,
+)

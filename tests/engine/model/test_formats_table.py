@@ -10,10 +10,14 @@ from quantised_checkpoints import CASES
 from headrace.engine.model.checkpoint.quantised import auto_round, compressed_tensors, modelopt
 from headrace.engine.model.checkpoint.quantised.reader import METHODS
 from headrace.engine.model.families.mistral import MISTRAL
+from headrace.engine.model.families.olmo3 import OLMO3
 from headrace.engine.model.families.registry import FAMILIES
+from headrace.engine.tokens.gguf import PRE_TOKENIZERS
 
 ROOT = Path(__file__).parents[3]
 PLAIN = "float32"
+ALIKE = {MISTRAL.architecture: "as `llama", OLMO3.architecture: "as `olmo2"}
+"""Families whose GGUF files call themselves like those of another."""
 
 
 def rows() -> dict[str, tuple[str, set[str]]]:
@@ -29,8 +33,14 @@ def test_the_table_has_the_families() -> None:
     named = [line for line in lines if re.match(r"\| `\w+(ForCausalLM|LMHeadModel)`", line)]
     cells = [line.strip("| ").split(" | ") for line in named]
     assert {each[0].strip("`"): each[2].strip("`") for each in cells} == {
-        family.architecture: family.gguf or ("as `llama" if family is MISTRAL else "–") for family in FAMILIES
+        family.architecture: family.gguf or ALIKE.get(family.architecture, "–") for family in FAMILIES
     }
+
+
+def test_the_guide_names_the_splits_of_tokenizers() -> None:
+    text = (ROOT / "docs/models.md").read_text()
+    named = re.findall("`([^`]+)`", text.partition("how text\n  is split: ")[2].partition(". Others")[0])
+    assert named == list(PRE_TOKENIZERS)
 
 
 def test_the_table_has_the_methods_that_are_read() -> None:

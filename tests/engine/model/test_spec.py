@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.families.registry import from_gguf, from_hf
-from headrace.engine.model.rope import UNROTATED, Linear, Llama3, LongRope, Rope
+from headrace.engine.model.rope import UNROTATED, Linear, Llama3, LongRope, Rope, Yarn
 from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
 
 SIZES = {
@@ -554,6 +555,11 @@ def gguf_model(**changes: object) -> dict[str, object]:
 
 
 SHAPES = {"token_embd.weight": (96, 64)}
+GGUF_YARN = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 256,
+}
 
 
 def test_a_gguf_header_reads_as_the_same_model() -> None:
@@ -566,12 +572,32 @@ def test_a_gguf_header_reads_as_the_same_model() -> None:
     assert not untied.tied_head and untied.uniform_attention.qkv_bias and untied.windows == (64, 64)
 
 
+def test_a_gguf_header_with_yarn_counts_what_it_adds_to_the_context() -> None:
+    magnitude = 0.1 * math.log(4.0) + 1.0
+    spec = from_gguf(gguf_model(**GGUF_YARN, rope__scaling__yarn_attn_factor=np.float32(magnitude).item()), SHAPES)
+    assert spec.max_context == 1024 and spec.ropes == (Rope(1e6, Yarn(4.0, 256), magnitude),)
+    windowed = from_gguf(gguf_model(**GGUF_YARN, attention__sliding_window=600), SHAPES)
+    assert windowed.windows == (600, 600)
+    assert from_gguf(gguf_model(attention__sliding_window=600), SHAPES).windows == (None, None)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"expert_count": 8}, "llama.expert_count"),
         ({"attn_logit_softcapping": 50.0}, "llama.attn_logit_softcapping"),
-        ({"rope__scaling__type": "yarn"}, "llama.rope.scaling.type"),
+        ({"rope__scaling__type": "su"}, "llama.rope.scaling.type"),
+        ({"rope__scaling__type": "yarn"}, "llama.rope.scaling.factor"),
+        ({"rope__scaling__type": "longrope"}, "rope_factors_long.weight"),
+        ({**GGUF_YARN, "rope__scaling__original_context_length": None}, "llama.rope.scaling.original_context_length"),
+        ({**GGUF_YARN, "rope__scaling__yarn_attn_factor": 1.5}, "llama.rope.scaling.yarn_attn_factor"),
+        ({**GGUF_YARN, "rope__scaling__yarn_log_multiplier": 0.1}, "llama.rope.scaling.yarn_log_multiplier"),
+        ({**GGUF_YARN, "rope__scaling__yarn_ext_factor": 0.0}, "llama.rope.scaling.yarn_ext_factor"),
+        ({**GGUF_YARN, "rope__scaling__yarn_beta_slow": 64.0}, "llama.rope.scaling.yarn_beta_slow"),
+        ({"rope__scaling__yarn_attn_factor": 1.5}, "llama.rope.scaling.yarn_attn_factor"),
+        ({"rope__scaling__attn_factor": 0.0}, "llama.rope.scaling.attn_factor"),
+        ({"attention__sliding_window_pattern": 2}, "llama.attention.sliding_window_pattern"),
+        ({"embedding_scale": 2.0}, "llama.embedding_scale"),
         ({"rope__dimension_count": 8}, "llama.rope.dimension_count"),
         ({"attention__head_count": [4, 4]}, "llama.attention.head_count"),
         ({"attention__head_count_kv": 3}, "llama.attention.head_count_kv"),
@@ -586,8 +612,8 @@ def test_what_a_gguf_header_may_not_say(change: dict[str, object], field: str) -
 
 
 def test_unknown_gguf_architectures_are_refused() -> None:
-    with pytest.raises(ModelRejected, match="general.architecture is 'gemma3'"):
-        from_gguf({**gguf_model(), "general.architecture": "gemma3"}, SHAPES)
+    with pytest.raises(ModelRejected, match="general.architecture is 'mamba'"):
+        from_gguf({**gguf_model(), "general.architecture": "mamba"}, SHAPES)
 
 
 def test_reading_a_spec_needs_no_torch() -> None:

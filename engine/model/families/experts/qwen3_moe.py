@@ -17,23 +17,19 @@ from headrace.engine.model.families.experts.reading import (
     read_routing,
 )
 from headrace.engine.model.families.family import Family
-from headrace.engine.model.families.gguf import GGUF_NAMES, GgufHeader
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
 from headrace.ops.routing import Routing
 
 __all__ = ["QWEN3_MOE"]
 
-_GGUF_NAMES = replace(
-    GGUF_NAMES,
-    roles={
-        **GGUF_NAMES.roles,
-        "router": "ffn_gate_inp",
-        "expert_gate": "ffn_gate_exps.{}",
-        "expert_up": "ffn_up_exps.{}",
-        "expert_down": "ffn_down_exps.{}",
-    },
-)
+_GGUF_ROLES = {
+    "router": "ffn_gate_inp",
+    "expert_gate": "ffn_gate_exps.{}",
+    "expert_up": "ffn_up_exps.{}",
+    "expert_down": "ffn_down_exps.{}",
+}
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
@@ -50,19 +46,21 @@ def _from_config(config: HfConfig) -> DecoderSpec:
 
 
 def _from_header(header: GgufHeader) -> DecoderSpec:
-    header.refuse_window()
     count, used, size = (header.key(f"expert_{each}") for each in ("count", "used_count", "feed_forward_length"))
     experts = header.size(count, MOST_EXPERTS // header.num_layers)
     routing = Routing(experts, header.size(used, experts), renormalise=True)
     feed = ExpertsFeed(routing, header.size(size, LIMITS["ffn_size"]))
-    return header.decoder(LayerSpec(replace(header.attention(), qk_norm=True), feed, header.norms()), _GGUF_NAMES)
+    attention = replace(header.attention(), qk_norm=True)
+    names = replace(header.names, roles={**header.names.roles, **_GGUF_ROLES})
+    return header.decoder(LayerSpec(attention, feed, header.norms()), [header.rope(attention)], names)
 
 
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     _from_config,
-    heeds=COUNTS | {"expert_count", "expert_used_count", "expert_feed_forward_length"},
+    heeds=COUNTS,
     gguf="qwen3moe",
     from_header=_from_header,
+    gguf_heeds=frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length")),
 )
