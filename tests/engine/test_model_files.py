@@ -96,8 +96,8 @@ def test_refusals_say_what_would_run(tmp_path: Path) -> None:
     [
         ({}, "pytorch_model.bin is a pickle, which can run code; safetensors are read"),
         (
-            {"architectures": ["GemmaForCausalLM"]},
-            "supported: LlamaForCausalLM, MistralForCausalLM, MinistralForCausalLM",
+            {"architectures": ["Olmo4ForCausalLM"]},
+            "supported: OlmoeForCausalLM, Olmo3ForCausalLM, Olmo2ForCausalLM and",
         ),
     ],
 )

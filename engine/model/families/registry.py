@@ -6,7 +6,8 @@ imports torch. Next: checkpoint/weights.py fills the parameters that a spec call
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
@@ -156,12 +157,21 @@ def _family(fields: Fields, families: Sequence[Family]) -> tuple[str, Family]:
     known = _by_architecture(families)
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in known:
         _check_code(fields)
-        fields.refuse("architectures", ", ".join(known))
+        fields.refuse("architectures", _nearest(known, named))
     family = known[named[0]]
     _check_code(fields, family)
     if fields.data.get("model_type", family.model_type) != family.model_type:
         fields.refuse("model_type", f"{family.model_type}, which goes with {named[0]}")
     return family.architecture if named[0] in family.former_names else named[0], family
+
+
+def _nearest(known: Collection[str], named: object) -> str:
+    """Return in words which architectures are supported: a few with names like the one asked for, and how many more."""
+    stems = {name.removesuffix("ForCausalLM").lower(): name for name in known}
+    asked = str(named[0]) if isinstance(named, list) and named else ""
+    near = get_close_matches(asked.removesuffix("ForCausalLM").lower(), stems, 3) or list(stems)[:3]
+    more = len(known) - len(near)
+    return ", ".join(stems[stem] for stem in near) + (f" and {more} more, listed in docs/models.md" if more else "")
 
 
 def _by_architecture(families: Sequence[Family]) -> dict[str, Family]:
