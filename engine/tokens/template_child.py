@@ -15,7 +15,7 @@ import json
 import resource
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -25,6 +25,7 @@ __all__ = ["answers"]
 
 _NODES: Final = 25_000  # in the syntax tree of a template
 _REASON: Final = 500  # characters
+_ADDING: Final = (nodes.Add, nodes.Concat, nodes.Output)
 _KEPT: Final = 128 << 20  # bytes of address space that may stay in use for the next line
 
 Answer = tuple[str, str]
@@ -45,12 +46,8 @@ class _Generation(Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _compile(source: str) -> tuple[Template, bool, bool]:
-    """Compile a template with the functions that transformers gives to chat templates.
-
-    Returns:
-        The template, whether it expects the arguments of calls as text, and whether it expects None where a message
-        has calls and no content.
+def _compile(source: str) -> tuple[Template, _Needs]:
+    """Compile a template with the functions that transformers gives to chat templates, and find what it needs.
 
     Raises:
         _TooCostly: The template has too many nodes.
@@ -70,39 +67,40 @@ def _compile(source: str) -> tuple[Template, bool, bool]:
         count += 1
         if count > _NODES:
             raise _TooCostly(f"the chat template has more than {_NODES} nodes")
-    wants_text = _wants_text(tree)
-    return environment.from_string(tree), wants_text, wants_text and _asks_for_none(tree)
+    return environment.from_string(tree), _Needs.of(tree)
 
 
-def _wants_text(tree: nodes.Node) -> bool:
-    """Return whether a template writes the arguments of calls as they are, and so expects JSON text and no mapping.
+class _Needs(NamedTuple):
+    """What a template expects in another form than most templates do, as its syntax tree shows."""
 
-    DeepSeek's templates add them to other text; most templates go through a mapping, or write it with `tojson`.
-    """
-    bare = 0
+    text_arguments: bool
+    """Whether it adds the arguments of calls to other text, as DeepSeek's do, and so expects JSON text."""
+    no_content: bool
+    """Whether, beside that, it asks if a content is None: then that of a message with calls alone is None."""
+    tools_in_message: bool
+    """Whether it adds the tools of a message to other text, as Phi-4-mini's does, and reads no tools but those."""
+
+    @classmethod
+    def of(cls, tree: nodes.Node) -> _Needs:
+        """Return the needs of a template."""
+        parents = _lookups(tree, "arguments")
+        text_arguments = bool(parents) and all(isinstance(parent, _ADDING) for parent in parents)
+        asks = any(isinstance(parent, nodes.Test) and parent.name == "none" for parent in _lookups(tree, "content"))
+        adds = any(isinstance(parent, _ADDING) for parent in _lookups(tree, "tools"))
+        reads = any(name.name == "tools" for name in tree.find_all(nodes.Name))
+        return cls(text_arguments, text_arguments and asks, adds and not reads)
+
+
+def _lookups(tree: nodes.Node, name: str) -> list[nodes.Node]:
+    """Return the node around each place where `name` is looked up in a value."""
+    found: list[nodes.Node] = []
     for parent in tree.find_all(nodes.Node):
         for child in parent.iter_child_nodes():
-            if _is_arguments(child):
-                if not isinstance(parent, nodes.Add | nodes.Concat | nodes.Output):
-                    return False
-                bare += 1
-    return bare > 0
-
-
-def _is_arguments(node: nodes.Node) -> bool:
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "arguments"
-    return isinstance(node, nodes.Getattr) and node.attr == "arguments"
-
-
-def _asks_for_none(tree: nodes.Node) -> bool:
-    """Return whether a template asks if the content of a message is None, as some do of messages with calls."""
-    tests = (test.node for test in tree.find_all(nodes.Test) if test.name == "none")
-    return any(
-        (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content")
-        or (isinstance(node, nodes.Getattr) and node.attr == "content")
-        for node in tests
-    )
+            key = child.arg if isinstance(child, nodes.Getitem) else None
+            by_key = isinstance(key, nodes.Const) and key.value == name
+            if by_key or (isinstance(child, nodes.Getattr) and child.attr == name):
+                found.append(parent)
+    return found
 
 
 def _with_text(call: Any) -> Any:
@@ -111,6 +109,13 @@ def _with_text(call: Any) -> Any:
     if isinstance(function["arguments"], str):
         return call
     return {**call, "function": {**function, "arguments": _to_json(function["arguments"])}}
+
+
+def _with_tools(messages: list[Any], tools: list[Any]) -> list[Any]:
+    """Return messages of which the first is the system's, with the JSON of the tools' functions as its `tools`."""
+    first = messages[0] if messages[0]["role"] == "system" else {"role": "system", "content": ""}
+    rest = messages[1:] if first is messages[0] else messages
+    return [first | {"tools": _to_json([tool["function"] for tool in tools])}, *rest]
 
 
 def _render(template: Template, values: dict[str, Any], most: int) -> str:
@@ -152,8 +157,7 @@ class _Renderer:
         self._most = most
         self._template: Template | None = None
         self._names: dict[str, Any] = {}
-        self._wants_text = False
-        self._asks_for_none = False
+        self._needs = _Needs(False, False, False)
 
     def answer(self, line: bytes) -> bytes:
         """Return the answer to a line, without a line feed."""
@@ -176,10 +180,12 @@ class _Renderer:
     def _text(self, line: Any) -> str:
         if self._template is None:
             source, self._names = line
-            self._template, self._wants_text, self._asks_for_none = _compile(source)
+            self._template, self._needs = _compile(source)
             return ""
         messages, tools, values = line
-        if self._wants_text:
+        if tools and self._needs.tools_in_message:
+            messages = _with_tools(messages, tools)
+        if self._needs.text_arguments:
             messages = [self._adapted(message) if message.get("tool_calls") else message for message in messages]
         known = {**self._names, "messages": messages, "tools": tools, "documents": None}
         return _render(self._template, {**values, **known}, self._most)
@@ -187,7 +193,7 @@ class _Renderer:
     def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with calls in the form that the template expects."""
         message = message | {"tool_calls": list(map(_with_text, message["tool_calls"]))}
-        if self._asks_for_none and not message.get("content"):
+        if self._needs.no_content and not message.get("content"):
             message = message | {"content": None}
         return message
 

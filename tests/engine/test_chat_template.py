@@ -104,6 +104,22 @@ def test_calls_of_earlier_turns_have_the_form_that_the_template_expects(name: st
     assert render(source) == expected
 
 
+PHI = (
+    "{% for m in messages %}{% if 'tools' in m and m['tools'] is not none %}"
+    "{{ '<|' + m['role'] + '|>' + m['content'] + '<|tool|>' + m['tools'] + '<|/tool|>' }}"
+    "{% else %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("chat", "content"), [(CHAT, "Be brief."), (CHAT[1:], "")])
+def test_tools_go_into_the_first_message_where_the_template_looks_for_them_there(chat: Any, content: str) -> None:
+    said = render(PHI, chat, tools=TOOLS)
+    start, rest = f"<|system|>{content}<|tool|>", "<|/tool|><|user|>Say"
+    assert said.startswith(start) and rest in said and said.count("<|tool|>[") == 1
+    assert json.loads(said.removeprefix(start).split(rest)[0]) == [TOOLS[0]["function"]]
+    assert "<|tool|>[" not in render(PHI, chat)
+
+
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     ends = time.monotonic() + seconds
     while not condition():
