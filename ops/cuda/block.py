@@ -110,6 +110,12 @@ class CudaOps:
         """Raise `NotImplementedError`: no kernel computes sinks."""
         raise NotImplementedError(f"no kernel computes the {len(sinks_H)} sinks of layer {layer}")
 
+    def attend_to_latents(
+        self, queries_NHD: Tensor, latents_ND: Tensor, step: CudaStep, kv: Tensor, layer: int
+    ) -> NoReturn:
+        """Raise `NotImplementedError`: no kernel attends to latent vectors."""
+        raise NotImplementedError(f"no kernel attends to the latent vectors of layer {layer}")
+
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""
         return self.pack(weight_VE, None)
