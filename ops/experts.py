@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from headrace.ops.routing import CLAMP, SLOPE, ExpertActivation, GroupScore, Routing, Score
 
@@ -89,7 +90,8 @@ def _scores(logits_NX: Tensor, score: Score) -> Tensor:
         case "softmax_of_chosen":
             return logits_NX
         case "sigmoid":
-            return torch.sigmoid(logits_NX)
+            # As a softmax beside 0: torch computes that row by row, but the last few of all sigmoids by other code.
+            return torch.softmax(functional.pad(logits_NX.unsqueeze(2), (0, 1)), 2)[..., 0]
 
 
 def _best(ranked_NX: Tensor, count: int) -> Tensor:

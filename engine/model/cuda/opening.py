@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from headrace.adapters.stored import PIECE_BYTES
+from headrace.adapters.untrusted import refuse
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams, ModelRejected
 from headrace.engine.life.progress import LoggedProgress, weights_read
