@@ -100,6 +100,8 @@ def test_so_have_models_with_layer_norms_and_feeds_without_a_gate(
 ) -> None:
     """Their norms, and GELU by the error function, are torch's; a feed's width is no multiple of a vector's."""
     (tmp_path / "config.json").write_text(json.dumps(config))
+    prompts = [[id % 500 for id in prompt] for prompt in PROMPTS]
+    check_company(tmp_path, prompts, load_format="random", device="cpu", dtype=dtype)
 
 
 LATENT_CONFIG = {

@@ -87,7 +87,7 @@ class AttentionToLatents(Generic[Packed, Step, Kv]):
     def _normed(self, x_NC: Tensor, weight_C: Tensor) -> Tensor:
         """Return the RMS norm of latent vectors, whose epsilon is not that of the stream's norms."""
         x_NC, dtype = x_NC.float().contiguous(), x_NC.dtype
-        square_N1 = torch.linalg.vector_norm(x_NC, 2, -1, True).square_() / x_NC.shape[-1]
+        square_N1: Tensor = torch.linalg.vector_norm(x_NC, 2, -1, True).square_() / x_NC.shape[-1]
         return (x_NC * (square_N1 + self._spec.latent_epsilon).rsqrt_()).mul_(weight_C).to(dtype)
 
     def _product(self, x_NI: Tensor, packed: Packed, site: str) -> Tensor:
