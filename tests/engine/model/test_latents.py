@@ -260,7 +260,7 @@ def test_adapters_and_gpus_are_refused_by_name(tmp_path: Path) -> None:
     assert caught.value.field == "adapter_slots"
     with pytest.raises(InvalidParams, match="kv_dtype"):
         open_engine(EngineConfig(model=tmp_path, device="cpu", kv_memory="1MiB", kv_dtype="fp8"))
-    with emulated(), pytest.raises(ModelRejected, match="latent attention.*device='cpu' attends to latent vectors"):
+    with emulated(), pytest.raises(ModelRejected, match="latent attention.*device='cpu'"):
         open_engine(EngineConfig(model=tmp_path, device="cuda", kv_dtype="fp8"))
 
 

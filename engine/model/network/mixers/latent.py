@@ -23,7 +23,7 @@ from torch import Tensor
 from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.latent import LatentAttention
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
-from headrace.engine.model.network.placement import add_result, enter
+from headrace.engine.model.network.placement import Entry, add_result
 from headrace.engine.model.spec import LayerSpec
 from headrace.ops.formats import Stored
 from headrace.ops.stream import Stream
@@ -38,7 +38,8 @@ class AttentionToLatents(Generic[Packed, Step, Kv]):
         """Pack the weights of the layer with the number `layer`, those of keys and values head by head."""
         assert isinstance(spec.mixer, LatentAttention)
         vectors, matrices, self._spec = weights.vectors, weights.matrices, spec.mixer
-        self.entry_norm_E: Tensor | None = vectors.get("norm_E")
+        self._entry = Entry(vectors, ops)
+        self.entry_norm_E: Tensor | None = self._entry.norm_E
         self._result_norm_E = vectors.get("result_norm_E")
         has_query_latents = spec.mixer.query_latent_dim is not None
         self._q_a = ops.pack(matrices["q_a"], vectors.get("q_a_bias")) if has_query_latents else None
@@ -57,11 +58,19 @@ class AttentionToLatents(Generic[Packed, Step, Kv]):
         self, ops: BlockOps[Packed, Step, Kv], stream: Stream, next_norm_E: Tensor | None, step: Step, kv: Kv
     ) -> Stream:
         """Return the stream with the attention's result added."""
-        x_NE, total_NE = enter(ops, stream, self.entry_norm_E)
+        x_NE, total_NE = self._entry(ops, stream)
+        norms = self._result_norm_E, next_norm_E
+        return add_result(ops, self._attend(x_NE, step, kv), self._o, total_NE, norms, self._layer, "o")
+
+    def result(self, ops: BlockOps[Packed, Step, Kv], x_NE: Tensor, step: Step, kv: Kv) -> Tensor:
+        """Return W_O [o_1; ...; o_H]."""
+        return ops.linear(self._attend(x_NE, step, kv), self._o, self._layer, "o")
+
+    def _attend(self, x_NE: Tensor, step: Step, kv: Kv) -> Tensor:
+        """Return [o_1; ...; o_H] of each token, [N, H * V]."""
         queries_NHD, latents_ND = self._queries(x_NE), self._latents(x_NE)
         sums_NHC = self._device.attend_to_latents(queries_NHD, latents_ND, step, kv, self._layer)
-        o_NX = torch.cat(self._each(sums_NHC, self._values, "v"), 1)
-        return add_result(ops, o_NX, self._o, total_NE, (self._result_norm_E, next_norm_E), self._layer, "o")
+        return torch.cat(self._each(sums_NHC, self._values, "v"), 1)
 
     def _queries(self, x_NE: Tensor) -> Tensor:
         """Return [W_UK^T q_C; q_R before its rotation] of each head, [N, H, C + R]."""
