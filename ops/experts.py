@@ -20,7 +20,18 @@ if TYPE_CHECKING:
 
     from headrace.ops.formats import Stored
 
-__all__ = ["CLAMP", "SLOPE", "Choice", "ExpertActivation", "Experts", "GroupScore", "Routing", "Score", "route"]
+__all__ = [
+    "CLAMP",
+    "SLOPE",
+    "Choice",
+    "ExpertActivation",
+    "Experts",
+    "GroupScore",
+    "Routing",
+    "Score",
+    "route",
+    "sigmoid",
+]
 
 _LEAST_SUM: Final = 1e-20  # nothing beside any sum of weights but one of zeros
 
@@ -90,8 +101,16 @@ def _scores(logits_NX: Tensor, score: Score) -> Tensor:
         case "softmax_of_chosen":
             return logits_NX
         case "sigmoid":
-            # As a softmax beside 0: torch computes that row by row, but the last few of all sigmoids by other code.
-            return torch.softmax(functional.pad(logits_NX.unsqueeze(2), (0, 1)), 2)[..., 0]
+            return sigmoid(logits_NX)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x)) of each element, with bits that do not depend on the number of elements.
+
+    It is the softmax of x and 0, which torch computes pair by pair; the last few of all sigmoids it computes by other
+    code than those before.
+    """
+    return torch.softmax(functional.pad(x.unsqueeze(-1), (0, 1)), -1)[..., 0]
 
 
 def _best(ranked_NX: Tensor, count: int) -> Tensor:

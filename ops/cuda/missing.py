@@ -1,4 +1,4 @@
-"""`Missing`: operations of layers that no kernel computes; an engine refuses such models by name before it gets here."""
+"""`Missing`: operations of layers that no kernel computes; engines refuse such models by name before that."""
 
 from __future__ import annotations
 

@@ -280,9 +280,7 @@ def checked_arch(config: EngineConfig, spec: DecoderSpec, device: torch.device, 
         InvalidParams: An option does not fit the model or the device.
     """
     if has_latents(spec):
-        supported = (
-            "attention to keys and values on a GPU, or device='cpu', or model_impl='transformers' if it takes it"
-        )
+        supported = "attention to keys and values on a GPU, device='cpu', or perhaps model_impl='transformers'"
         refuse(spec.architecture, "the mixer of a layer", "latent attention", supported)
     arch = _arch(config, device)
     _check_attention(config, spec, arch, kernels)
