@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from headrace.ops.routing import CLAMP, SLOPE, ExpertActivation, GroupScore, Routing, Score
 
@@ -19,7 +20,18 @@ if TYPE_CHECKING:
 
     from headrace.ops.formats import Stored
 
-__all__ = ["CLAMP", "SLOPE", "Choice", "ExpertActivation", "Experts", "GroupScore", "Routing", "Score", "route"]
+__all__ = [
+    "CLAMP",
+    "SLOPE",
+    "Choice",
+    "ExpertActivation",
+    "Experts",
+    "GroupScore",
+    "Routing",
+    "Score",
+    "route",
+    "sigmoid",
+]
 
 _LEAST_SUM: Final = 1e-20  # nothing beside any sum of weights but one of zeros
 
@@ -89,7 +101,16 @@ def _scores(logits_NX: Tensor, score: Score) -> Tensor:
         case "softmax_of_chosen":
             return logits_NX
         case "sigmoid":
-            return torch.sigmoid(logits_NX)
+            return sigmoid(logits_NX)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x)) of each element, with bits that do not depend on the number of elements.
+
+    It is the softmax of x and 0, which torch computes pair by pair; the last few of all sigmoids it computes by other
+    code than those before.
+    """
+    return torch.softmax(functional.pad(x.unsqueeze(-1), (0, 1)), -1)[..., 0]
 
 
 def _best(ranked_NX: Tensor, count: int) -> Tensor:

@@ -28,6 +28,7 @@ from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.plan import all_parts
 from headrace.engine.model.checkpoint.weights import open_files
 from headrace.engine.model.experts import routing_of
+from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Dense
 from headrace.ops.quantise import Method, format_for
@@ -136,21 +137,30 @@ def cost_of(spec: DecoderSpec, *, weight_bytes: int, kv_size: float, expert_byte
 
     Of the weights, `expert_bytes` are of experts.
     """
-    attention, routing = spec.uniform_attention, routing_of(spec)
+    routing = routing_of(spec)
     products = [(part, math.prod(shape)) for part, shape in all_parts(spec) if len(shape) == 2]
     linear = sum(size for part, size in products if part.layer is not None)
     head = spec.hidden_size * spec.vocab_size
     return Cost(
         weight_bytes=weight_bytes,
-        kv_bytes=spec.num_layers * attention.state.elements * kv_size,
+        kv_bytes=spec.cached_elements * kv_size,
         linear_params=linear,
         head_params=head,
-        attention_flops=4 * spec.num_layers * attention.heads * attention.head_dim,
+        attention_flops=_attention_flops(spec),
         windows=spec.windows,
         expert_bytes=expert_bytes,
         expert_params=sum(size for part, size in products if part.expert is not None),
         chosen=1.0 if routing is None else routing.top_k / routing.experts,
     )
+
+
+def _attention_flops(spec: DecoderSpec) -> int:
+    """Return the operations of one query and one key with its value, in all heads of all layers."""
+    if has_latents(spec):
+        mixer = uniform_latents(spec)
+        return 2 * spec.num_layers * mixer.heads * (mixer.cached_dim + mixer.latent_dim)
+    attention = spec.uniform_attention
+    return 4 * spec.num_layers * attention.heads * attention.head_dim
 
 
 def model_cost(path: str, info: EngineInfo, quantize: Method | None = None, *, quantize_head: bool = False) -> Cost:
@@ -160,7 +170,7 @@ def model_cost(path: str, info: EngineInfo, quantize: Method | None = None, *, q
         ModelRejected: The file is gone or not a model.
     """
     spec = spec_of(path)
-    positions = spec.num_layers * spec.uniform_attention.state.elements
+    positions = spec.cached_elements
     weights, experts = stored_bytes(path, spec, getattr(torch, info.dtype), quantize, quantize_head=quantize_head)
     kv_size = info.page_bytes / info.page_size / positions
     return cost_of(spec, weight_bytes=weights, kv_size=kv_size, expert_bytes=experts)

@@ -18,6 +18,7 @@ from headrace.engine.model.cpu.sizing import FREE_SHARE, CpuSizes, cpu_dtype, cp
 from headrace.engine.model.encoder.opening import describe_encoder, encoder_dtype
 from headrace.engine.model.encoder.spec import EncoderSpec
 from headrace.engine.model.experts import ExpertsFeed
+from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.device import Limits, fit
 from headrace.engine.model.shared.find_gpu import find_gpu
@@ -89,7 +90,7 @@ def _on_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignMod
     device, free = torch.device("cpu"), free_host_bytes()
     if sizes is None:
         dtype = cpu_dtype(plain)
-        kv = spec.num_layers * spec.uniform_attention.state.elements * dtype.itemsize
+        kv = spec.cached_elements * dtype.itemsize
         return _facts(device, dtype, (), kv, free, problem=problem)
     kv, capacity, advice = sizes.page_bytes // config.page_size, None, None
     if source is not None and problem is None:
@@ -120,11 +121,7 @@ def _on_gpu(
 ) -> DeviceFacts:
     free, weights = torch.cuda.mem_get_info(device)[0], tuple[WeightPart, ...]()
     capacity, problem, advice = None, None, None
-    attention = spec.uniform_attention
-    shape = HeadShape(
-        heads=attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim, kv_dtype=kv_dtype(config)
-    )
-    page_bytes = spec.num_layers * shape.page_bytes
+    page_bytes = _gpu_page_bytes(config, spec)
     try:
         if source is not None:
             weights = _gpu_weights(config, spec, source)
@@ -204,6 +201,16 @@ def _gpu_capacity(
             value=config.device,
         )
     return fit(config, spec, limits, page_bytes=page_bytes, free_bytes=room)
+
+
+def _gpu_page_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
+    if has_latents(spec):  # which no GPU runs yet: what its pages would take
+        return spec.cached_elements * PAGE_SIZE * DTYPE.itemsize
+    attention = spec.uniform_attention
+    shape = HeadShape(
+        heads=attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim, kv_dtype=kv_dtype(config)
+    )
+    return spec.num_layers * shape.page_bytes
 
 
 def _activation_bytes(spec: DecoderSpec, limits: Limits) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from headrace.engine.inspection.facts import ModelShape
 from headrace.engine.model.encoder.spec import EncoderSpec
 from headrace.engine.model.experts import routing_of
+from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["shape_of_config", "shape_of_decoder", "shape_of_encoder", "shape_of_header"]
@@ -14,16 +15,22 @@ __all__ = ["shape_of_config", "shape_of_decoder", "shape_of_encoder", "shape_of_
 
 def shape_of_decoder(spec: DecoderSpec, family: object) -> ModelShape:
     """Return the shape of a decoder of the family `family`."""
-    attention, routing = spec.uniform_attention, routing_of(spec)
+    routing = routing_of(spec)
+    if has_latents(spec):
+        latents = uniform_latents(spec)
+        heads, kv_heads, head_size = latents.heads, latents.heads, latents.plain_dim + latents.rotated_dim
+    else:
+        attention = spec.uniform_attention
+        heads, kv_heads, head_size = attention.heads, attention.kv_heads, attention.head_dim
     return ModelShape(
         kind="decoder",
         architecture=spec.architecture,
         family=_text(family),
         layers=spec.num_layers,
         hidden_size=spec.hidden_size,
-        heads=attention.heads,
-        kv_heads=attention.kv_heads,
-        head_size=attention.head_dim,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
         vocab_size=spec.vocab_size,
         max_context=spec.max_context,
         experts=None if routing is None else routing.experts,

@@ -51,6 +51,8 @@ class Fused:
     """Whether random weights are 1: the weight of a norm."""
     in_float32: bool = False
     """Whether the parameter is a float32 tensor, whatever the model's dtype, and never quantised: a router's."""
+    is_split: bool = False
+    """Whether the parameter is a dense matrix, since a mixer multiplies by parts of it in ways of its own."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -342,8 +342,14 @@ class DecoderSpec:
 
     @property
     def has_softmax_alone(self) -> bool:
-        """Whether no layer's attention is a variant, whose scores become weights in a way of its own."""
-        return all(kind.scores == Attention.scores for kind in self.attention_kinds)
+        """Whether all layers attend to keys and values, and none's scores become weights in a way of its own."""
+        return all(isinstance(kind, Attention) and kind.scores == Attention.scores for kind in self.mixer_kinds)
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements that each token adds to the cache, over all layers."""
+        states = (layer.mixer.state for layer in self.layers)
+        return sum(state.elements for state in states if isinstance(state, Paged))
 
     @property
     def softmax_kinds(self) -> tuple[Attention, ...]:

@@ -216,6 +216,12 @@ class CpuOps:
         """Take the sinks of a layer's heads, float32."""
         self._scores.keep_sinks(layer, sinks_H)
 
+    def attend_to_latents(
+        self, queries_NHD: Tensor, latents_ND: Tensor, step: CpuStep, kv: CpuKv, layer: int
+    ) -> Tensor:
+        """Raise `NotImplementedError`: latents.py has the operations of models with latent vectors."""
+        raise NotImplementedError(f"pages of keys and values hold no latent vectors of layer {layer}")
+
     def pack_experts(self, experts: Experts) -> CpuExperts | NativeExperts:
         """Pack a layer's router and experts."""
         return CpuExperts(experts, self.pack, self.products)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -21,6 +21,7 @@ from headrace.ops.cuda.experts.packed import CudaExperts, ExpertProducts
 from headrace.ops.cuda.hazards import Launch
 from headrace.ops.cuda.layer_norm import activate_plain, layer_norm
 from headrace.ops.cuda.memory.pages import PageMemory
+from headrace.ops.cuda.missing import Missing
 from headrace.ops.cuda.products.fusion import GATED, SQUARED, AddNorm, HeadTargets, Residual, Squares
 from headrace.ops.cuda.products.packed import Chosen, CudaProduct, Products
 from headrace.ops.cuda.rotation import rotate
@@ -44,7 +45,7 @@ _JOINT: Final = Launch("the joint of heads", overlaps=False, writes=frozenset(("
 _EMBEDDING: Final = Launch("the embedding", overlaps=False, writes=frozenset(("activations",)))
 
 
-class CudaOps:
+class CudaOps(Missing):
     """The operations of one model's layers that share an attention window."""
 
     def __init__(
@@ -105,10 +106,6 @@ class CudaOps:
             codes = [codes_of(piece) for piece in pieces]
             return self.products.pack_codes(codes, bias_O, self.shape.head_dim, dtype)
         return self.products.pack(weight.dense(dtype), bias_O, self.shape.head_dim, dtype)
-
-    def keep_sinks(self, layer: int, sinks_H: Tensor) -> NoReturn:
-        """Raise `NotImplementedError`: no kernel computes sinks."""
-        raise NotImplementedError(f"no kernel computes the {len(sinks_H)} sinks of layer {layer}")
 
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""

@@ -102,3 +102,19 @@ def test_so_have_models_with_layer_norms_and_feeds_without_a_gate(
     (tmp_path / "config.json").write_text(json.dumps(config))
     prompts = [[id % 500 for id in prompt] for prompt in PROMPTS]
     check_company(tmp_path, prompts, load_format="random", device="cpu", dtype=dtype)
+
+
+LATENT_CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "kv_lora_rank": 128, "q_lora_rank": 96, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 48, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 96, "first_k_dense_replace": 1, "vocab_size": 512, "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_so_have_models_with_latent_vectors_in_the_cache(dtype: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LATENT_CONFIG))
+    prompts = [[id % 500 for id in prompt] for prompt in PROMPTS]
+    check_company(tmp_path, prompts, load_format="random", device="cpu", dtype=dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,10 +17,10 @@ from headrace.ops.cpu.experts import CpuExperts, grouped
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context, library
 from headrace.ops.cpu.products import PRODUCTS
-from headrace.ops.experts import Choice, Experts, route
+from headrace.ops.experts import Choice, Experts, route, sigmoid
 from headrace.ops.formats import Stored
 from headrace.ops.quantise import quantise
-from headrace.ops.routing import Routing
+from headrace.ops.routing import Routing, Score
 
 SOFTMAX = Routing(experts=12, top_k=4)
 ROUTINGS = {
@@ -264,3 +264,23 @@ def test_pairs_are_in_the_order_of_experts_then_of_tokens() -> None:
         ]
         for place, (_, token, rank) in enumerate(pairs):
             assert groups.places_NK[token, rank] == place
+
+
+@pytest.mark.parametrize("score", get_args(Score))
+def test_a_tokens_choice_has_the_same_bits_whatever_tokens_are_routed_with_it(score: Score) -> None:
+    """Torch computes the last few of all elements by other code than those before, if it takes them as one row."""
+    logits_NX = torch.randn(50, 12, generator=torch.Generator().manual_seed(3))
+    routing = Routing(12, 4, score=score)
+    together = route(logits_NX, routing)
+    for token in range(len(logits_NX)):
+        alone = route(logits_NX[token : token + 1], routing)
+        assert torch.equal(alone.ids_NK[0], together.ids_NK[token])
+        assert torch.equal(alone.weights_NK[0], together.weights_NK[token])
+
+
+def test_a_sigmoid_has_the_same_bits_among_any_number_of_others() -> None:
+    x_N1 = torch.randn(83, 1, generator=torch.Generator().manual_seed(3)) * 6
+    together = sigmoid(x_N1)
+    assert all(torch.equal(sigmoid(x_N1[token : token + 1])[0], together[token]) for token in range(83))
+    torch.testing.assert_close(together, torch.sigmoid(x_N1.double()).float())
+    assert torch.equal(sigmoid(torch.tensor([-1e4, 1e4, 0.0])), torch.tensor([0.0, 1.0, 0.5]))

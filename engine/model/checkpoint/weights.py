@@ -160,8 +160,12 @@ def _layer(spec: DecoderSpec, maker: _Maker, layer: int) -> LayerWeights:
 def _sublayer(plan: Mapping[str, Fused], maker: _Maker) -> SublayerWeights:
     dense = {name: fused for name, fused in plan.items() if fused.columns is None or fused.in_float32}
     vectors = {name: maker.dense(fused) for name, fused in dense.items()}
-    matrices = {name: maker.weight(fused) for name, fused in plan.items() if name not in dense}
+    matrices = {name: _matrix(fused, maker) for name, fused in plan.items() if name not in dense}
     return SublayerWeights(matrices, vectors)
+
+
+def _matrix(fused: Fused, maker: _Maker) -> Stored:
+    return Stored.from_dense(maker.dense(fused)) if fused.is_split else maker.weight(fused)
 
 
 class _Random:

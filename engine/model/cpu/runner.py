@@ -18,6 +18,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
+from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.shared.host_pool import HostPool
@@ -30,6 +31,7 @@ from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.kv import CpuKv
+from headrace.ops.cpu.latents import LatentPages, NativeLatentOps, TorchLatentOps
 from headrace.ops.cpu.linear import ALIKE_ROWS, CpuLinear
 from headrace.ops.cpu.lora import AdapterUsers, CpuAdapterOps
 from headrace.ops.cpu.native.block import NativeOps
@@ -91,7 +93,7 @@ def cpu_ops(
     """Return the operations of each kind of mixer that `spec` has.
 
     Args:
-        spec: A model whose layers all attend, with heads of one number and size.
+        spec: A model whose layers all attend, with heads of one number and size, or all to latent vectors.
         page_size: Tokens of a page.
         max_positions: Number of positions for which rotations are made.
         dtype: Dtype of activations, keys and values.
@@ -108,6 +110,8 @@ def cpu_ops(
     def table(attention: Attention, rope: int) -> tuple[Tensor, Tensor]:
         return rotation_table(spec.ropes[rope], attention, max_positions, torch.device("cpu"))
 
+    if has_latents(spec):
+        return _latent_ops(spec, page_size, max_positions, dtype, products, context)
     found: dict[MixerSpec, CpuOps] = {}
     for attention in spec.attention_kinds:
         variant = variants.get(attention.scores)
@@ -134,6 +138,27 @@ def cpu_ops(
             has_sinks = isinstance(attention, SinkAttention)
             found[attention] = CpuOps(**sizes, dtype=dtype, weigh=weigh, has_sinks=has_sinks, products=products)
     return found
+
+
+def _latent_ops(
+    spec: DecoderSpec,
+    page_size: int,
+    max_positions: int,
+    dtype: torch.dtype,
+    products: Sequence[CpuKernel],
+    context: Context | None,
+) -> dict[MixerSpec, CpuOps]:
+    """Do what `cpu_ops` does, for a model with latent vectors in the cache."""
+    mixer = uniform_latents(spec)
+    cos_PC, sin_PC = rotation_table(spec.ropes[mixer.rope], mixer.rotated, max_positions, torch.device("cpu"))
+    pages = LatentPages(
+        heads=mixer.heads, latent_dim=mixer.latent_dim, rotated_dim=mixer.rotated_dim, page_size=page_size,
+        scale=mixer.scale, cos_PC=cos_PC, sin_PC=sin_PC, dtype=dtype, interleaved=mixer.interleaved,
+    )  # fmt: skip
+    eps = spec.uniform_epsilon
+    if context is not None:
+        return {mixer: NativeLatentOps(context, pages, eps=eps, dtype=dtype)}
+    return {mixer: TorchLatentOps(pages, eps=eps, dtype=dtype, products=products)}
 
 
 class CpuRunner:

@@ -13,6 +13,7 @@ from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.checkpoint.weights import Source, describe_weights
 from headrace.engine.model.cpu.kept import kept_parts
 from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.device import Limits, fit
 from headrace.engine.model.shared.memory import free_host_bytes
@@ -104,7 +105,7 @@ def cpu_limits(config: EngineConfig, spec: DecoderSpec) -> Limits:
 
 def runs_native(spec: DecoderSpec) -> bool:
     """Return whether the operations in C run the model: where they could be compiled, but for variants of attention."""
-    return spec.has_softmax_alone and library() is not None
+    return (spec.has_softmax_alone or has_latents(spec)) and library() is not None
 
 
 def cpu_sizes(

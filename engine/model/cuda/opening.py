@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 
 from headrace.adapters.stored import PIECE_BYTES
+from headrace.adapters.untrusted import refuse
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams, ModelRejected
 from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import DecoderWeights, Source, load_weights
+from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
@@ -274,8 +276,12 @@ def checked_arch(config: EngineConfig, spec: DecoderSpec, device: torch.device, 
 
     Raises:
         DeviceUnavailable: The GPU cannot run any model.
+        ModelRejected: The model has latent attention, which no kernel computes yet.
         InvalidParams: An option does not fit the model or the device.
     """
+    if has_latents(spec):
+        supported = "attention to keys and values on a GPU, device='cpu', or perhaps model_impl='transformers'"
+        refuse(spec.architecture, "the mixer of a layer", "latent attention", supported)
     arch = _arch(config, device)
     _check_attention(config, spec, arch, kernels)
     for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, PAGE_SIZE)):

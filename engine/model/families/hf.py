@@ -32,6 +32,7 @@ _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "cross_attention_layers": (None,),
     "embedding_multiplier": (None, 1),
     "final_logit_softcapping": (None,),
+    "kv_lora_rank": (None,),
     "is_causal": (None, True),
     "is_encoder_decoder": (None, False),
     "logit_scale": (None, 1),

@@ -17,8 +17,11 @@ from headrace.engine.model.families.cohere2 import COHERE2
 from headrace.engine.model.families.cwm import CWM
 from headrace.engine.model.families.ernie4_5 import ERNIE4_5
 from headrace.engine.model.families.exaone4 import EXAONE4
+from headrace.engine.model.families.experts.deepseek_v2 import DEEPSEEK_V2
+from headrace.engine.model.families.experts.deepseek_v3 import DEEPSEEK_V3
 from headrace.engine.model.families.experts.ernie4_5_moe import ERNIE_4_5_MOE
 from headrace.engine.model.families.experts.glm4_moe import GLM4_MOE
+from headrace.engine.model.families.experts.glm4_moe_lite import GLM4_MOE_LITE
 from headrace.engine.model.families.experts.gpt_oss import GPT_OSS
 from headrace.engine.model.families.experts.granitemoe import GRANITE_MOE
 from headrace.engine.model.families.experts.granitemoeshared import GRANITE_MOE_SHARED
@@ -61,6 +64,7 @@ __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "has_family"
 FAMILIES: Final = (
     LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4, SEED_OSS,
     QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS,
+    DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
     GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
     STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM,
 )  # fmt: skip

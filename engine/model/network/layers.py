@@ -14,10 +14,12 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.experts import ExpertsFeed
+from headrace.engine.model.latent import LatentAttention
 from headrace.engine.model.network.feeds.dense import GatedFeed
 from headrace.engine.model.network.feeds.experts import RoutedFeed
 from headrace.engine.model.network.feeds.plain import UngatedFeed
 from headrace.engine.model.network.mixers.attention import SoftmaxAttention
+from headrace.engine.model.network.mixers.latent import AttentionToLatents
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
 from headrace.engine.model.spec import (
     Attention,
@@ -114,6 +116,11 @@ Feeds: TypeAlias = Mapping[type[FeedSpec], FeedMaker]
 """What computes each kind of feed, by the type of its spec."""
 
 MIXERS: Mixers = MappingProxyType(
-    {Attention: SoftmaxAttention, SoftcappedAttention: SoftmaxAttention, SinkAttention: SoftmaxAttention}
+    {
+        Attention: SoftmaxAttention,
+        SoftcappedAttention: SoftmaxAttention,
+        SinkAttention: SoftmaxAttention,
+        LatentAttention: AttentionToLatents,
+    }
 )
 FEEDS: Feeds = MappingProxyType({DenseFeed: GatedFeed, PlainFeed: UngatedFeed, ExpertsFeed: RoutedFeed})

@@ -159,6 +159,20 @@ class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
         """
         ...
 
+    def attend_to_latents(self, queries_NHD: Tensor, latents_ND: Tensor, step: _Step, kv: _Kv, layer: int) -> Tensor:
+        """Return the weighted sums of latent vectors, [N, H, C], by softmax(s q [c; k_R]^T) with the mixer's s.
+
+        The last R elements of both inputs are rotated, and the second is stored in its pages.
+
+        Args:
+            queries_NHD: The queries of all heads, D = C + R elements each.
+            latents_ND: The latent vector c, then the key k_R that all heads share, of each token.
+            step: The places of the step's tokens in the cache.
+            kv: The paged cache.
+            layer: Number of the layer.
+        """
+        ...
+
     def pack(self, weight: Stored, bias_O: Tensor | None) -> Packed:
         """Return a weight [O, I] and its bias in the form in which this device multiplies by them."""
         ...

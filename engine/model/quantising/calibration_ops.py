@@ -83,6 +83,10 @@ class CalibrationOps:
         """Raise `ModelRejected`: sinks are not computed here."""
         refuse("model", "the sinks of a layer's heads", len(sinks_H), "plain softmax, to calibrate with data")
 
+    def attend_to_latents(self, queries_NHD: Tensor, latents_ND: Tensor, step: int, kv: None, layer: int) -> NoReturn:
+        """Raise `ModelRejected`: attention to latent vectors is not computed here."""
+        refuse("model", "the mixer of a layer", "latent attention", "plain softmax, to calibrate with data")
+
     def pack_experts(self, experts: Experts) -> NoReturn:
         """Raise `ModelRejected`: some experts may see too few of the tokens to be calibrated with."""
         refuse("model", "experts", experts.routing, "dense feeds, to calibrate with data")

@@ -80,6 +80,8 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symme
                 ignored[name] = "a router"
             elif names.is_transposed(part):
                 odd[name] = "this family stores it [in, out]"
+            elif fused.is_split:
+                ignored[name] = "split as it is loaded"
             elif format is None:
                 odd[name] = f"{size_in} inputs are no whole groups of {', '.join(map(str, GROUPS))}"
             else:

@@ -14,6 +14,7 @@ from headrace.adapters.names import AdapterNames
 from headrace.adapters.untrusted import refuse
 from headrace.engine.config import EngineConfig
 from headrace.engine.model.experts import routing_of
+from headrace.engine.model.latent import has_latents
 from headrace.engine.model.rope import head_places
 from headrace.engine.model.spec import DecoderSpec, DenseFeed
 
@@ -26,8 +27,11 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
     """Return the sizes of a model that decide the sizes of its adapters.
 
     Raises:
-        ModelRejected: Layers differ: the sites of adapters have one size in all layers.
+        ModelRejected: Layers differ, where the sites of adapters have one size in all layers; or they have latent
+            attention, which adapters do not update.
     """
+    if has_latents(spec):
+        refuse(spec.architecture, "adapter_slots", "more than 0", "0: adapters do not update latent attention")
     attention = spec.uniform_attention
     for other in spec.attention_kinds:
         if (other.rotated_dim, other.interleaved) != (attention.rotated_dim, attention.interleaved):

@@ -18,7 +18,7 @@ from headrace.engine.model.experts import ROUTER, ExpertsFeed, SharedExpert, dow
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
 from headrace.engine.model.network.placement import Entry
 from headrace.engine.model.spec import LayerSpec
-from headrace.ops.experts import Experts
+from headrace.ops.experts import Experts, sigmoid
 from headrace.ops.stream import Stream
 
 __all__ = ["RoutedFeed"]
@@ -69,7 +69,7 @@ class _SharedFeed(Generic[Packed, Step, Kv]):
         y_NE = self._ops.linear(x_NF, self._down, self._layer, "shared_down")
         if self._switch_1E is None:
             return y_NE
-        share_N1 = torch.sigmoid((x_NE.float() * self._switch_1E).sum(1, keepdim=True))
+        share_N1 = sigmoid((x_NE.float() * self._switch_1E).sum(1, keepdim=True))
         return (y_NE * share_N1).to(y_NE.dtype)
 
 

@@ -1,0 +1,326 @@
+"""Tiny checkpoints with latent attention give the logits and tokens that transformers gives, in whatever steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import tiny_models
+import torch
+import transformers
+from model_driver import OPERATIONS, ModelUnderTest, capacity
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headrace.engine import Engine, ModelRejected, SamplingParams
+from headrace.engine.model.checkpoint.weights import load_weights
+from headrace.engine.model.experts import ExpertsFeed
+from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.latent import LatentAttention
+from headrace.engine.model.network.mixers.latent import AttentionToLatents
+from headrace.engine.model.spec import DecoderSpec, DenseFeed, LayerSpec
+from headrace.ops.cpu.latents import LatentPages
+
+HEADS, PLAIN, VALUE, LATENT = 4, 12, 20, 16
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "kv_lora_rank": LATENT,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": PLAIN,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": VALUE,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500.0}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+    "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.2,
+}  # fmt: skip
+Made = Callable[[], Any]
+
+
+def made(name: str, **changes: Any) -> Made:
+    config, model = (getattr(transformers, f"{name}{end}") for end in ("Config", "ForCausalLM"))
+    return lambda: model(config(**({"rope_parameters": PLAIN_ROPE} | SIZES | changes)))
+
+
+GROUPS = {"n_group": 4, "topk_group": 2}
+FAMILIES: dict[str, Made] = {
+    "v2-lite": made(
+        "DeepseekV2", q_lora_rank=None, topk_method="greedy", n_shared_experts=2, first_k_dense_replace=1,
+        rope_parameters=YARN,
+    ),
+    "v2": made(
+        "DeepseekV2", **GROUPS, topk_method="group_limited_greedy", routed_scaling_factor=3.0, n_shared_experts=1,
+        first_k_dense_replace=2, attention_bias=True, rope_parameters=YARN,
+    ),
+    "v3": made(
+        "DeepseekV3", **GROUPS, routed_scaling_factor=2.5, first_k_dense_replace=1, attention_bias=True,
+        rope_parameters=YARN,
+    ),
+    "v3, halves": made(
+        "DeepseekV3", n_group=1, topk_group=1, first_k_dense_replace=0, q_lora_rank=None, rope_interleave=False,
+        norm_topk_prob=False,
+    ),
+    "flash": made("Glm4MoeLite", **GROUPS, rms_norm_eps=1e-3, mlp_layer_types=["dense", "sparse", "sparse"]),
+}  # fmt: skip
+LENGTHS = (64, 40, 17)
+
+
+@cache
+def reference(family: str) -> tuple[Any, list[list[int]], list[Tensor]]:
+    """A model whose every parameter matters, sequences, and their logits in one piece by transformers."""
+    torch.manual_seed(11)
+    model = FAMILIES[family]().eval()
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if "inv_freq" in name:
+            continue
+        mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3 if "bias" in name else 0.15)
+        if family == "flash" and "_a_proj" in name:
+            spread = 0.002  # latent vectors so small that the epsilon of their norm matters
+        torch.nn.init.normal_(parameter, mean, spread)
+    sequences = [torch.randint(0, SIZES["vocab_size"], (length,)).tolist() for length in LENGTHS]
+    with torch.inference_mode():
+        logits = [model(torch.tensor([ids])).logits[0] for ids in sequences]
+    return model, sequences, logits
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+CUTS = {"in one piece": (128, None), "in chunks": (7, None), "decode after chunks": (5, 11), "one by one": (1, None)}
+
+
+@pytest.mark.parametrize("native", OPERATIONS)
+def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: bool, tmp_path: Path) -> None:
+    model, sequences, expected = reference(family)
+    model.save_pretrained(tmp_path)
+    spec, tested = ModelUnderTest.load(tmp_path, native=native)
+    kinds = {type(layer.feed) for layer in spec.layers}
+    assert kinds == ({ExpertsFeed} if family == "v3, halves" else {ExpertsFeed, DenseFeed})
+    assert {type(layer.mixer) for layer in spec.layers} == {LatentAttention}
+    assert max(float(logits.std()) for logits in expected) > 0.1
+    for cut, (chunk, prompt) in CUTS.items():
+        for wanted, found in zip(expected, tested.logits(sequences, chunk, prompt), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4, msg=lambda text: f"{cut}: {text}")  # noqa: B023
+
+
+def test_an_engine_generates_what_transformers_generates(family: str, tmp_path: Path) -> None:
+    """In a full batch, behind prefixes that are found, and where pages run out so that choices are preempted."""
+    model, sequences, _ = reference(family)
+    model.save_pretrained(tmp_path)
+    tiny_models.write_tokenizer(tmp_path)
+    expected = [greedy(model, ids, 32) for ids in sequences]
+    page = 4 * 3 * (LATENT + 8) * 4  # tokens, layers, elements, bytes
+    options = {"dtype": "float32", "page_size": 4, "max_batched_tokens": 24, "max_rows": 4}
+
+    async def run(pages: int, rounds: int) -> tuple[list[list[list[int]]], Any]:
+        params, made = SamplingParams(temperature=0, max_tokens=32), []
+        async with Engine(tmp_path, **options, kv_memory=pages * page, max_context=100) as engine:
+            assert engine.info.page_bytes == page
+            for _ in range(rounds):
+                found: list[list[int]] = [[]] * len(sequences)
+
+                async def one(index: int) -> None:
+                    found[index] = (await engine.generate(sequences[index], params)).choices[0].token_ids  # noqa: B023
+
+                async with anyio.create_task_group() as group:
+                    for index in range(len(sequences)):
+                        group.start_soon(one, index)
+                made.append(found)
+            return made, engine.stats()
+
+    tokens, stats = anyio.run(run, 200, 2)
+    assert tokens == [expected, expected] and stats.cached_tokens > 64 and not stats.preemptions
+    tokens, stats = anyio.run(run, 32, 1)
+    assert tokens == [expected] and stats.preemptions
+
+
+def greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    mask = torch.ones(1, len(ids), dtype=torch.int64)
+    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    made = model.generate(torch.tensor([ids]), attention_mask=mask, **options)
+    return [int(token) for token in made[0, len(ids) :]]
+
+
+def test_an_answer_has_the_same_bits_in_every_company(family: str, tmp_path: Path) -> None:
+    """In bfloat16, alone and with others, in chunks and at once, where C multiplies."""
+    if len(OPERATIONS) != 2 or OPERATIONS[1].marks[0].args[0]:
+        pytest.skip("no compiled kernels")
+    model, sequences, _ = reference(family)
+    model.save_pretrained(tmp_path)
+    _, tested = ModelUnderTest.load(tmp_path, torch.bfloat16, native=True)
+    alone = [tested.logits([ids], 128)[0] for ids in sequences]
+    for chunk, prompt in CUTS.values():
+        for wanted, found in zip(alone, tested.logits(sequences, chunk, prompt), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def mixed(**changes: Any) -> Callable[[LayerSpec], LayerSpec]:
+    def change(layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.mixer, LatentAttention)
+        return replace(layer, mixer=replace(layer.mixer, **changes))
+
+    return change
+
+
+def rerouted(**changes: Any) -> Callable[[LayerSpec], LayerSpec]:
+    def change(layer: LayerSpec) -> LayerSpec:
+        feed = layer.feed
+        return (
+            replace(layer, feed=replace(feed, routing=replace(feed.routing, **changes)))
+            if isinstance(feed, ExpertsFeed)
+            else layer
+        )
+
+    return change
+
+
+def uncorrected(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, feed=replace(layer.feed, correction_dims=0)) if isinstance(layer.feed, ExpertsFeed) else layer
+
+
+def unscaled(power: int) -> Callable[[LayerSpec], LayerSpec]:
+    """Divide scores by a power of the factor of yarn, of which they have the square."""
+
+    def change(layer: LayerSpec) -> LayerSpec:
+        factor = 0.1 * YARN["mscale_all_dim"] * torch.tensor(YARN["factor"]).log().item() + 1.0
+        assert isinstance(layer.mixer, LatentAttention)
+        return replace(layer, mixer=replace(layer.mixer, scale=layer.mixer.scale / factor**power))
+
+    return change
+
+
+BUGS: dict[str, tuple[str, Callable[[LayerSpec], LayerSpec]]] = {
+    "the factor of yarn once": ("v3", unscaled(1)),
+    "no factor of yarn": ("v2-lite", unscaled(2)),
+    "halves for neighbours": ("v2", mixed(interleaved=False)),
+    "neighbours for halves": ("v3, halves", mixed(interleaved=True)),
+    "the stream's epsilon for latent vectors": ("flash", mixed(latent_epsilon=1e-3)),
+    "no biases": ("v3", mixed(biased=False)),
+    "no groups": ("v2", rerouted(groups=1, top_groups=1)),
+    "groups by their two best": ("v2", rerouted(group_score="top2")),
+    "groups by their best": ("v3", rerouted(group_score="max")),
+    "renormalised": ("v2", rerouted(renormalise=True)),
+    "not renormalised": ("v3", rerouted(renormalise=False)),
+    "not scaled": ("v2", rerouted(scale=1.0)),
+    "no correction": ("v3", uncorrected),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_changes_logits(bug: str, tmp_path: Path) -> None:
+    """Were a rule without effect on these checkpoints, the tests above would not notice that it is broken."""
+    family, change = BUGS[bug]
+    model, sequences, expected = reference(family)
+    model.save_pretrained(tmp_path)
+    spec = from_hf(read_hf_config(tmp_path))
+    other = replace(spec, layers=tuple(map(change, spec.layers)))
+    assert other != spec
+    assert differs(tmp_path, spec, other, sequences[0], expected[0])
+
+
+def test_another_magnitude_of_the_rope_changes_logits(tmp_path: Path) -> None:
+    model, sequences, expected = reference("v2")
+    model.save_pretrained(tmp_path)
+    spec = from_hf(read_hf_config(tmp_path))
+    assert spec.ropes[0].magnitude != 1.0
+    other = replace(spec, ropes=(replace(spec.ropes[0], magnitude=1.0),))
+    assert differs(tmp_path, spec, other, sequences[0], expected[0])
+
+
+@pytest.mark.parametrize("bug", ["no norm", "the first elements rotated", "the key unrotated", "keys and values"])
+def test_a_bug_of_the_arithmetic_changes_logits(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sequences, expected = reference("v3")
+    model.save_pretrained(tmp_path)
+    rotated = LatentPages._rotated
+
+    def first(pages: LatentPages, x_NHD: Tensor, step: Any) -> Tensor:
+        x_NHD = x_NHD.roll(pages.rotated_dim, 2) if bug == "the first elements rotated" else x_NHD
+        return x_NHD.float() if bug == "the key unrotated" and x_NHD.shape[1] == 1 else rotated(pages, x_NHD, step)
+
+    if bug == "no norm":
+        monkeypatch.setattr(AttentionToLatents, "_normed", lambda _, x_NC, weight_C: x_NC * weight_C)
+    elif bug == "keys and values":
+
+        def exchange(tensors: dict[str, Tensor]) -> None:
+            for name in [each for each in tensors if "kv_b_proj" in each]:
+                key, value = tensors[name].view(HEADS, PLAIN + VALUE, LATENT).split((PLAIN, VALUE), 1)
+                tensors[name] = torch.cat((value, key), 1).reshape(-1, LATENT)
+
+        change_tensors(tmp_path, exchange)
+    else:
+        monkeypatch.setattr(LatentPages, "_rotated", first)
+    spec = from_hf(read_hf_config(tmp_path))
+    assert differs(tmp_path, spec, spec, sequences[0], expected[0])
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def differs(folder: Path, stored: DecoderSpec, spec: DecoderSpec, ids: list[int], expected: Tensor) -> bool:
+    """Whether a model with the weights of one spec and the arithmetic of another gives other logits."""
+    weights = load_weights(folder, stored, dtype=torch.float32, device="cpu")
+    changed = tuple(replace_biases(weights.layers[layer], each) for layer, each in enumerate(spec.layers))
+    tested = ModelUnderTest.make(spec, replace(weights, layers=changed), torch.float32, capacity(spec.vocab_size))
+    (found,) = tested.logits([ids], 128)
+    return float((found - expected).abs().max()) > 0.01
+
+
+def replace_biases(weights: Any, layer: LayerSpec) -> Any:
+    """Weights without the biases of attention for a layer that has none."""
+    assert isinstance(layer.mixer, LatentAttention)
+    if layer.mixer.biased:
+        return weights
+    kept = {name: vector for name, vector in weights.mixer.vectors.items() if not name.endswith("_bias")}
+    return replace(weights, mixer=replace(weights.mixer, vectors=kept))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "field"),
+    [
+        ("v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("v2", {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("v2", {"mlp_bias": True}, "mlp_bias"),
+        ("v3", {"topk_method": "greedy"}, "topk_method"),
+        ("v3", {"n_group": 3}, "n_group"),
+        ("v3", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+        ("v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        ("v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "mscale_all_dim"),
+        ("flash", {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types"),
+        ("flash", {"first_k_dense_replace": 2}, "mlp_layer_types"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(family: str, changes: dict[str, Any], field: str) -> None:
+    model, _, _ = reference(family)
+    config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+    from_hf(config)
+    with pytest.raises(ModelRejected) as caught:
+        from_hf(config | changes)
+    assert caught.value.field == field
