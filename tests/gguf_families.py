@@ -7,7 +7,7 @@ of 2026), not from the code under test. Names come from the gguf package.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -66,9 +66,12 @@ ARCHITECTURES = {
     "seed_oss": "seed_oss",
     "ernie4_5": "ernie4_5",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "mixtral": "llama",
 }
 """`model_type` to `general.architecture`."""
-LIKE_LLAMA = ("llama", "mistral", "granite", "smollm3")
+LIKE_LLAMA = ("llama", "mistral", "mixtral", "granite", "smollm3")
 """Those whose queries and keys the converter puts into pairs side by side."""
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
 OWN_HEAD_SIZE = ("phi3", "glm", "granite")
@@ -120,7 +123,7 @@ def gguf_of(model: Any) -> tuple[Metadata, Tensors, dict[str, str]]:
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     tensors, origins = {}, {}
-    for name, parameter in model.state_dict().items():
+    for name, parameter in apart(model.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = parameter.float().numpy().copy()
@@ -138,6 +141,16 @@ def gguf_of(model: Any) -> tuple[Metadata, Tensors, dict[str, str]]:
     return {"general.architecture": architecture, **prefixed}, {**divisors, **tensors}, origins
 
 
+def apart(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters by the names of published checkpoints, where gates and ups of experts are two stacks."""
+    for name, parameter in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for role, half in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up", role) + ".weight", half
+        else:
+            yield name + ".weight" * name.endswith("experts.down_proj"), parameter
+
+
 def sizes(config: Any) -> Metadata:
     """What every converter writes."""
     found = {
@@ -151,6 +164,11 @@ def sizes(config: Any) -> Metadata:
     }
     if config.model_type not in OWN_HEAD_SIZE:
         found |= {"attention.key_length": head_dim(config), "attention.value_length": head_dim(config)}
+    if config.model_type in ("qwen3_moe", "olmoe", "mixtral"):
+        count = config.num_local_experts if config.model_type == "mixtral" else config.num_experts
+        found |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
+    if config.model_type == "qwen3_moe":
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
     if config.model_type in LIKE_LLAMA:
         found |= {"rope.dimension_count": head_dim(config), "vocab_size": config.vocab_size}
     return found

@@ -16,7 +16,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.model.experts import routing_of
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.rope import head_places
-from headrace.engine.model.spec import DecoderSpec, DenseFeed
+from headrace.engine.model.spec import DecoderSpec, DenseFeed, PlainFeed
 
 __all__ = ["adapter_device", "adapter_granules", "adapter_shape"]
 
@@ -37,26 +37,34 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
         if (other.rotated_dim, other.interleaved) != (attention.rotated_dim, attention.interleaved):
             refuse(spec.architecture, "the rotated part of a layer's heads", other, "the same in all layers")
     places = head_places(attention.head_dim, attention.rotated_dim, interleaved=attention.interleaved)
+    feed = _updated_feed(spec)
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_heads=attention.heads,
         num_kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
-        ffn_size=0 if routing_of(spec) is not None else spec.uniform_feed.size,
+        ffn_size=0 if feed is None else feed.size,
         vocab_size=spec.vocab_size,
         virtual_scale=1.0 if spec.scales_virtual_tokens else 1.0 / spec.embedding_scale,
         head_places=None if places is None else tuple(places.tolist()),
-        gated=isinstance(spec.uniform_feed, DenseFeed),
+        gated=not isinstance(feed, PlainFeed),
         names=_names(spec),
         grouped=spec.names.grouped,
     )
 
 
+def _updated_feed(spec: DecoderSpec) -> DenseFeed | PlainFeed | None:
+    """Return the feed of all layers; None for a model with experts, whose feeds take no updates."""
+    return None if routing_of(spec) is not None else spec.uniform_feed
+
+
 def _names(spec: DecoderSpec) -> AdapterNames:
     """Return the names of modules in adapters: those of the checkpoint's tensors, or of Llama's."""
-    llama, names = AdapterNames(), spec.names
-    known = {*MODULES, *SITES} - (set() if isinstance(spec.uniform_feed, DenseFeed) else {"gate", "gate_up"})
+    llama, names, feed = AdapterNames(), spec.names, _updated_feed(spec)
+    known = {*MODULES, *SITES}
+    if not isinstance(feed, DenseFeed):
+        known -= {"gate", "gate_up"} if feed is not None else {"gate", "gate_up", "up", "down"}
     found = {(name, role) for role, name in names.roles.items() if role in known}
     if not names.is_peft or found <= set(llama.modules):
         return llama

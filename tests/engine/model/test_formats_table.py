@@ -9,6 +9,7 @@ from quantised_checkpoints import CASES
 
 from headrace.engine.model.checkpoint.quantised import auto_round, compressed_tensors, modelopt
 from headrace.engine.model.checkpoint.quantised.reader import METHODS
+from headrace.engine.model.families.experts.mixtral import MIXTRAL
 from headrace.engine.model.families.mistral import MISTRAL
 from headrace.engine.model.families.olmo3 import OLMO3
 from headrace.engine.model.families.registry import FAMILIES
@@ -16,7 +17,7 @@ from headrace.engine.tokens.gguf import PRE_TOKENIZERS
 
 ROOT = Path(__file__).parents[3]
 PLAIN = "float32"
-ALIKE = {MISTRAL.architecture: "as `llama", OLMO3.architecture: "as `olmo2"}
+ALIKE = {MISTRAL.architecture: "as `llama", MIXTRAL.architecture: "as `llama", OLMO3.architecture: "as `olmo2"}
 """Families whose GGUF files call themselves like those of another."""
 
 

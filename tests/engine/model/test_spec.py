@@ -584,7 +584,8 @@ def test_a_gguf_header_with_yarn_counts_what_it_adds_to_the_context() -> None:
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"expert_count": 8}, "llama.expert_count"),
+        ({"expert_count": 8}, "llama.expert_used_count"),
+        ({"expert_shared_count": 8}, "llama.expert_shared_count"),
         ({"attn_logit_softcapping": 50.0}, "llama.attn_logit_softcapping"),
         ({"rope__scaling__type": "su"}, "llama.rope.scaling.type"),
         ({"rope__scaling__type": "yarn"}, "llama.rope.scaling.factor"),

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.experts import ExpertsFeed
+from headrace.engine.model.families.experts.gguf import EXPERT_KEYS, expert_names, experts_in_gguf
 from headrace.engine.model.families.experts.reading import COUNTS, EXPERT_NAMES, expert_size, read_routing
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.spec import DecoderSpec, LayerSpec
 
@@ -27,4 +29,19 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder(layers, [config.rope(attention)], EXPERT_NAMES)
 
 
-OLMOE = Family("OlmoeForCausalLM", "olmoe", _from_config, heeds=COUNTS)
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    attention = replace(header.attention(), qk_norm_across_heads=True)
+    feed = experts_in_gguf(header, renormalise=False, size="feed_forward_length")
+    layer = LayerSpec(attention, feed, header.norms())
+    return header.decoder(layer, [header.rope(attention)], expert_names(header))
+
+
+OLMOE = Family(
+    "OlmoeForCausalLM",
+    "olmoe",
+    _from_config,
+    heeds=COUNTS,
+    gguf="olmoe",
+    from_header=_from_header,
+    gguf_heeds=EXPERT_KEYS - {"expert_feed_forward_length"},
+)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.experts import ExpertsFeed
+from headrace.engine.model.families.experts.gguf import EXPERT_KEYS, expert_names, experts_in_gguf
 from headrace.engine.model.families.experts.reading import (
     COUNTS,
     EXPERT_NAMES,
-    MOST_EXPERTS,
     by_step,
     expert_size,
     read_routing,
@@ -19,17 +19,9 @@ from headrace.engine.model.families.experts.reading import (
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
-from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
-from headrace.ops.routing import Routing
+from headrace.engine.model.spec import DecoderSpec, LayerSpec
 
 __all__ = ["QWEN3_MOE"]
-
-_GGUF_ROLES = {
-    "router": "ffn_gate_inp",
-    "expert_gate": "ffn_gate_exps.{}",
-    "expert_up": "ffn_up_exps.{}",
-    "expert_down": "ffn_down_exps.{}",
-}
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
@@ -46,13 +38,9 @@ def _from_config(config: HfConfig) -> DecoderSpec:
 
 
 def _from_header(header: GgufHeader) -> DecoderSpec:
-    count, used, size = (header.key(f"expert_{each}") for each in ("count", "used_count", "feed_forward_length"))
-    experts = header.size(count, MOST_EXPERTS // header.num_layers)
-    routing = Routing(experts, header.size(used, experts), renormalise=True)
-    feed = ExpertsFeed(routing, header.size(size, LIMITS["ffn_size"]))
     attention = replace(header.attention(), qk_norm=True)
-    names = replace(header.names, roles={**header.names.roles, **_GGUF_ROLES})
-    return header.decoder(LayerSpec(attention, feed, header.norms()), [header.rope(attention)], names)
+    layer = LayerSpec(attention, experts_in_gguf(header, renormalise=True), header.norms())
+    return header.decoder(layer, [header.rope(attention)], expert_names(header))
 
 
 QWEN3_MOE = Family(
@@ -62,5 +50,5 @@ QWEN3_MOE = Family(
     heeds=COUNTS,
     gguf="qwen3moe",
     from_header=_from_header,
-    gguf_heeds=frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length")),
+    gguf_heeds=EXPERT_KEYS,
 )
