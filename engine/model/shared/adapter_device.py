@@ -47,16 +47,21 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
         vocab_size=spec.vocab_size,
         virtual_scale=1.0 if spec.scales_virtual_tokens else 1.0 / spec.embedding_scale,
         head_places=None if places is None else tuple(places.tolist()),
-        gated=isinstance(spec.uniform_feed, DenseFeed),
+        gated=_is_gated(spec),
         names=_names(spec),
         grouped=spec.names.grouped,
     )
 
 
+def _is_gated(spec: DecoderSpec) -> bool:
+    """Return whether the layers' feeds have gates, as those with experts do."""
+    return routing_of(spec) is not None or isinstance(spec.uniform_feed, DenseFeed)
+
+
 def _names(spec: DecoderSpec) -> AdapterNames:
     """Return the names of modules in adapters: those of the checkpoint's tensors, or of Llama's."""
     llama, names = AdapterNames(), spec.names
-    known = {*MODULES, *SITES} - (set() if isinstance(spec.uniform_feed, DenseFeed) else {"gate", "gate_up"})
+    known = {*MODULES, *SITES} - (set() if _is_gated(spec) else {"gate", "gate_up"})
     found = {(name, role) for role, name in names.roles.items() if role in known}
     if not names.is_peft or found <= set(llama.modules):
         return llama
