@@ -14,7 +14,7 @@ from torch.nn import functional
 from headrace.ops.cpu.activation import activate
 from headrace.ops.cpu.linear import ALIKE_ROWS
 from headrace.ops.cpu.products import pack_product
-from headrace.ops.experts import CLAMP, SLOPE, route
+from headrace.ops.experts import CLAMP, SLOPE, route, sigmoid
 from headrace.ops.formats import Stored
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def activate_expert(gate_up_P2F: Tensor, activation: ExpertActivation) -> Tensor
         return activate(gate_up_P2F, activation)
     gate_PF, up_PF = gate_up_P2F.chunk(2, -1)
     gate_PF = gate_PF.clamp(max=CLAMP)
-    return up_PF.clamp(-CLAMP, CLAMP).add_(1.0).mul_(gate_PF).mul_(torch.sigmoid(gate_PF * SLOPE))
+    return up_PF.clamp(-CLAMP, CLAMP).add_(1.0).mul_(gate_PF).mul_(sigmoid(gate_PF * SLOPE))
 
 
 def pack_each(
