@@ -29,10 +29,10 @@ struct Arguments : Inputs {
   int64_t out_stride;
 };
 
-// Lines of a chunk. Codes of 4 bits have more inputs in a line, for which 64 rows leave no room.
+// Lines of a chunk. More inputs of codes of 4 bits have room in shared memory without updates, and for few rows.
 constexpr int lines_of_chunk(int blocks) {
   if (!kCoded) return 2 / blocks;
-  return (blocks == 2 && kCodes == kInt4 && kRows < 64 ? 8 : 4) / kAcross;
+  return (blocks == 2 && kCodes == kInt4 && kRows < 64 && RANKS == 0 ? 8 : 4) / kAcross;
 }
 
 // Two blocks: inputs, and A, are fetched for twice the weights, where there are tiles enough for all multiprocessors.
