@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.errors import ModelRejected
+from headrace.engine.model.families.own_code import has_other_code
 
 __all__ = ["FOUND_IN", "ModelClass", "knows", "model_class"]
 
@@ -23,11 +24,17 @@ FOUND_IN: Final = "the transformers library's own module"
 _ORIGIN: Final = "config.json"
 _LAYERS: Final = frozenset(("full_attention", "sliding_attention", "attention"))
 _CHANGING_ROPES: Final = frozenset(("dynamic", "longrope"))
-_NOT_SHAPES: Final = ("_", "attn_implementation", "experts_implementation", "fusion_config", "transformers_weights")
+_NOT_SHAPES: Final = (
+    "_",
+    "auto_map",
+    "attn_implementation",
+    "experts_implementation",
+    "fusion_config",
+    "transformers_weights",
+)
 """Beginnings of fields that say nothing of a model: they choose implementations, some of them the hub's, and files."""
 _ABSENT: Final[tuple[object, ...]] = (None, False, 0, [], {}, "")
 _REFUSED: Final[Mapping[str, str]] = {
-    "auto_map": "models that need no code of their own",
     "quantization_config": "weights that are not quantised, where transformers' own module runs the model",
     "is_encoder_decoder": "models without an encoder",
     "add_cross_attention": "attention to the model's own tokens alone",
@@ -56,7 +63,7 @@ def knows(described: Mapping[str, object]) -> bool:
     kind, named = described.get("model_type"), described.get("architectures")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         return False
-    names = [mapping.get(kind) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES)]
+    names = _names(kind)
     return names[0] is not None and (named is None or named in [[name] for name in names])
 
 
@@ -70,8 +77,11 @@ def model_class(described: Mapping[str, object]) -> ModelClass:
     for field, supported in _REFUSED.items():
         if described.get(field) not in _ABSENT:
             refuse(_ORIGIN, field, described[field], supported)
-    if described.get("model_type") not in CONFIG_MAPPING:
-        refuse(_ORIGIN, "model_type", described.get("model_type"), "families of headrace and of transformers")
+    family = described.get("model_type")
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
+        refuse(_ORIGIN, "model_type", family, "families of headrace and of transformers")
+    if has_other_code(described, [name for name in _names(family) if isinstance(name, str)]):
+        refuse(_ORIGIN, "auto_map", described["auto_map"], "models that need no code of their own")
     config = _read(described)
     _check(config)
     named = described.get("architectures")
@@ -81,6 +91,11 @@ def model_class(described: Mapping[str, object]) -> ModelClass:
             _check_class(kind)
             return ModelClass(kind, config, has_head)
     refuse(_ORIGIN, "architectures", named, "one causal language model, or one without its head")
+
+
+def _names(kind: str) -> list[object]:
+    """Return what the transformers library calls the classes of a `model_type`, with and without a head."""
+    return [mapping.get(kind) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES)]
 
 
 def _read(described: Mapping[str, object]) -> PreTrainedConfig:

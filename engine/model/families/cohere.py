@@ -20,7 +20,6 @@ _ONLY = {
     "use_embedding_sharing": True,
     "use_gated_activation": True,
     "use_parallel_block": True,
-    "use_parallel_embedding": False,
 }
 """Fields that Cohere's own configs have, and what alone is computed."""
 

@@ -36,7 +36,6 @@ ERNIE4_5 = Family(
     "Ernie4_5ForCausalLM",
     "ernie4_5",
     _from_config,
-    has_own_code=True,
     former_names=("Ernie4_5_ForCausalLM",),
     gguf="ernie4_5",
     from_header=_from_header,

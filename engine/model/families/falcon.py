@@ -76,5 +76,4 @@ FALCON = Family(
     "falcon",
     _from_config,
     heeds=frozenset(("new_decoder_architecture", "parallel_attn")),
-    has_own_code=True,
 )

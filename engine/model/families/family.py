@@ -26,8 +26,6 @@ class Family:
     """Fields that `from_config` reads and that are refused in the configs of other families."""
     headless: str | None = None
     """Name of the same architecture without a head; None for that of `architecture` with `Model` at its end."""
-    has_own_code: bool = False
-    """Whether checkpoints come with Python code beside transformers' own class, which is not needed and not run."""
     former_names: tuple[str, ...] = ()
     """Names that `architectures` of older configs have in place of `architecture`."""
     gguf: str | None = None

@@ -33,4 +33,4 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return replace(spec, head_bias=True)
 
 
-PHI = Family("PhiForCausalLM", "phi", _from_config, heeds=frozenset(("partial_rotary_factor",)), has_own_code=True)
+PHI = Family("PhiForCausalLM", "phi", _from_config, heeds=frozenset(("partial_rotary_factor",)))

@@ -41,7 +41,6 @@ PHI3 = Family(
     "phi3",
     _from_config,
     heeds=frozenset(("partial_rotary_factor",)),
-    has_own_code=True,
     gguf="phi3",
     from_header=_from_header,
     gguf_heeds=frozenset(("attention.sliding_window",)),

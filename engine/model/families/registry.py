@@ -49,6 +49,7 @@ from headrace.engine.model.families.mistral import MISTRAL
 from headrace.engine.model.families.olmo2 import OLMO2
 from headrace.engine.model.families.olmo3 import OLMO3
 from headrace.engine.model.families.opt import OPT
+from headrace.engine.model.families.own_code import has_other_code
 from headrace.engine.model.families.phi import PHI
 from headrace.engine.model.families.phi3 import PHI3
 from headrace.engine.model.families.qwen2 import QWEN2
@@ -186,6 +187,7 @@ def _by_architecture(families: Sequence[Family]) -> dict[str, Family]:
 
 
 def _check_code(fields: Fields, family: Family | None = None) -> None:
-    """Refuse a model that says it needs code of its own, unless the family's checkpoints say so without need."""
-    if fields.data.get("auto_map") is not None and (family is None or not family.has_own_code):
+    """Refuse a model that says it needs code of its own, unless that code is of the family's own class."""
+    known = _by_architecture((family,)) if family is not None else ()
+    if has_other_code(fields.data, known):
         fields.refuse("auto_map", "models that need no code of their own")

@@ -40,5 +40,4 @@ STABLELM = Family(
     "stablelm",
     _from_config,
     heeds=frozenset(("partial_rotary_factor", "qk_layernorm", "use_parallel_residual")),
-    has_own_code=True,
 )

@@ -59,6 +59,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
         lambda: described(quantization_config={"quant_method": "fp8"}), "quantization_config", "not quantised",
     ),
     "an unknown model": (lambda: described(model_type="planted"), "model_type", "families of headrace"),
+    "no name of a model": (lambda: described(model_type=["olmo"]), "model_type", "families of headrace"),
     "another architecture": (lambda: described(architectures=["PlantedForCausalLM"]), "architectures", "causal"),
     "an encoder and a decoder": (lambda: of_transformers("bart"), "is_encoder_decoder", "without an encoder"),
     "cross attention": (
@@ -110,6 +111,11 @@ def test_code_beside_a_checkpoint_is_never_imported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelRejected, match="auto_map"):
         anyio.run(generated, tmp_path, [1, 2, 3])
+
+
+def test_code_of_transformers_own_class_is_not_needed() -> None:
+    code = {"AutoModelForCausalLM": "modeling_olmo.OlmoForCausalLM", "AutoConfig": "configuration_olmo.OlmoConfig"}
+    assert FallbackModel.read(described(auto_map=code), "random").spec == FallbackModel.read(described(), "random").spec
 
 
 @pytest.mark.parametrize("window", [1, 2, 13, 4096, 100_000])

@@ -154,7 +154,7 @@ COHERE2 = {
     "use_embedding_sharing": True,
     "use_gated_activation": True,
     "use_parallel_block": True,
-    "use_parallel_embedding": False,
+    "use_parallel_embedding": True,
     "vocab_size": 256000,
 }
 PYTHIA = {

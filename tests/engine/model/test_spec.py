@@ -218,10 +218,33 @@ def test_what_newer_files_leave_out_is_what_transformers_takes() -> None:
     assert from_hf(gemma2).uniform_attention.kv_heads == transformers.Gemma2Config().num_key_value_heads
 
 
-def test_phi3_comes_with_code_that_is_not_needed() -> None:
-    """The config names transformers' own class beside it; other families' code is refused."""
+@pytest.mark.parametrize(
+    "code",
+    [
+        {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+        {"AutoModel": "microsoft/phi--modeling_phi3.Phi3Model", "AutoTokenizer": "Xenova/gpt-4o"},
+        {"AutoConfig": "configuration.Mine"},
+    ],
+)
+def test_code_of_the_familys_own_class_is_not_needed(code: dict[str, str]) -> None:
+    """Checkpoints that are older than transformers' class name their own one of the same name beside it."""
     data = saved(transformers.Phi3Config(**SIZES, **TOKENS), "Phi3ForCausalLM")
-    assert from_hf({**data, "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}}) == from_hf(data)
+    assert from_hf({**data, "auto_map": code}) == from_hf(data)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        {"AutoModelForCausalLM": "modeling_phi3.Phi3SmallForCausalLM", "AutoModel": "modeling_phi3.Phi3Model"},
+        {"AutoModelForCausalLM": ["modeling_phi3.Phi3ForCausalLM"]},
+        ["modeling_phi3.Phi3ForCausalLM"],
+    ],
+)
+def test_code_of_another_class_is_refused(code: object) -> None:
+    data = saved(transformers.Phi3Config(**SIZES, **TOKENS), "Phi3ForCausalLM")
+    with pytest.raises(ModelRejected) as caught:
+        from_hf({**data, "auto_map": code})
+    assert caught.value.field == "auto_map"
 
 
 def test_a_window_counts_where_yarn_makes_the_context_longer() -> None:

@@ -36,5 +36,5 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     )
 
 
-DEEPSEEK_V2 = Family("DeepseekV2ForCausalLM", "deepseek_v2", _from_config, heeds=HEEDED, has_own_code=True)
+DEEPSEEK_V2 = Family("DeepseekV2ForCausalLM", "deepseek_v2", _from_config, heeds=HEEDED)
 """The family; checkpoints come with the authors' code, which is not run."""

@@ -25,5 +25,5 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return latent_decoder(config, attention, routing, expert=2048, shared=1, is_dense=is_dense, corrected=True)
 
 
-DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", "deepseek_v3", _from_config, heeds=HEEDED, has_own_code=True)
+DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", "deepseek_v3", _from_config, heeds=HEEDED)
 """The family; checkpoints come with the authors' code, which is not run."""
