@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Final, Literal
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams, ModelRejected
@@ -32,12 +32,15 @@ def fallback_for(
         InvalidParams: An option does not fit such a model.
         ModelRejected: Neither headrace nor transformers' module can run the model; the error says why.
     """
-    if config.model_impl == "native" or (config.model_impl == "auto" and has_family(described)):
+    if config.model_impl != "transformers" and has_family(described):
         return None
     from headrace.engine.model.fallback.config import knows
     from headrace.engine.model.fallback.model import FallbackModel
 
-    if config.model_impl == "auto" and not knows(described):
+    if config.model_impl != "transformers" and not knows(described):
+        return None
+    if config.model_impl == "native":
+        _refuse_native(described, 'model_impl="auto" would try the module of transformers')
         return None
     why = 'model_impl="transformers" was asked for'
     if config.model_impl == "auto":
@@ -47,7 +50,8 @@ def fallback_for(
     except ModelRejected as error:
         if config.model_impl == "transformers":
             raise
-        _refuse_both(described, error)
+        _refuse_native(described, f"nor can the module of transformers run it here: {error}")
+        raise
     for field in _NATIVE_ONLY:
         value, limit = getattr(config, field), EngineConfig.model_fields[field].default
         if value != limit:
@@ -75,14 +79,12 @@ def check_native(config: EngineConfig, kind: str) -> None:
         )
 
 
-def _refuse_both(described: Mapping[str, object], foreign: ModelRejected) -> NoReturn:
-    """Refuse a model that neither headrace nor transformers' module can run, with both reasons."""
+def _refuse_native(described: Mapping[str, object], told: str) -> None:
+    """Refuse a model that has no native code, with what there is to say beside that."""
     try:
         from_hf(described)
     except ModelRejected as native:
-        told = f"{native}; nor can the module of transformers run it here: {foreign}"
-        raise ModelRejected(told, field=native.field, value=native.value, limit=native.limit) from foreign
-    raise foreign
+        raise ModelRejected(f"{native}; {told}", field=native.field, value=native.value, limit=native.limit) from native
 
 
 def _name(described: Mapping[str, object]) -> object:

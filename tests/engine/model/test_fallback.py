@@ -246,8 +246,13 @@ def test_a_family_with_native_code_runs_either_way(tmp_path: Path, caplog: pytes
 
 def test_native_code_is_all_that_native_takes(tmp_path: Path) -> None:
     saved(made("olmo"), tmp_path)
-    with pytest.raises(ModelRejected, match="architectures is .*OlmoForCausalLM.*supported: Olmo"):
+    with pytest.raises(ModelRejected, match='architectures is .*OlmoForCausalLM.*supported: Olmo.*; model_impl="auto"'):
         anyio.run(lambda: generated(tmp_path, [1], model_impl="native"))
+
+
+def test_transformers_is_not_proposed_for_what_it_does_not_know() -> None:
+    unknown = described(architectures=["PlantedForCausalLM"])
+    assert fallback_for(EngineConfig(model="m", model_impl="native"), unknown, "random") is None
 
 
 @pytest.mark.parametrize(("field", "value"), [("adapter_slots", 1), ("quantize", "int8")])
