@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from headrace.engine import InvalidParams
+from headrace.engine.tools import format_names
 from headrace.server.commands.arguments import (
     ContextOption,
     DefaultsOption,
@@ -76,8 +77,7 @@ NameOption = Annotated[str | None, typer.Option(help="Name by which clients ask 
 ParserOption = Annotated[
     str | None,
     typer.Option(
-        help="Format of tool calls: hermes, llama3_json, mistral, mistral_args or pythonic. Left out, it is found from "
-        "the chat template."
+        help=f"Format of tool calls: {', '.join(format_names())}. Left out, it is found from the chat template."
     ),
 ]
 FormatOption = Annotated[str, typer.Option(help="auto reads the weights; random invents them, for benchmarks.")]
