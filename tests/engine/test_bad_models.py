@@ -96,6 +96,11 @@ DAMAGES: dict[str, tuple[Damage, str, str]] = {
         "architectures",
         "LlamaForCausalLM",
     ),
+    "no name of an architecture": (
+        lambda f: edit(f / "config.json", architectures=[["LlamaForCausalLM"]]),
+        "architectures",
+        "supported",
+    ),
     "code of its own": (
         lambda f: edit(f / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"}),
         "auto_map",

@@ -82,7 +82,7 @@ class EncoderSpec:
 def is_encoder(config: Mapping[str, object]) -> bool:
     """Return whether a config.json describes an encoder."""
     named = config.get("architectures")
-    return isinstance(named, list) and len(named) == 1 and named[0] in _rows()
+    return isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) and named[0] in _rows()
 
 
 def _rows() -> dict[str, _Family]:

@@ -98,7 +98,8 @@ def has_family(config: Mapping[str, object], families: Sequence[Family] = FAMILI
     named = config.get("architectures")
     if named is None:
         return any(config.get("model_type") == family.model_type for family in families)
-    return isinstance(named, list) and len(named) == 1 and named[0] in _by_architecture(families)
+    known = _by_architecture(families)
+    return isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) and named[0] in known
 
 
 def from_hf(
