@@ -126,11 +126,20 @@ def test_a_damaged_checkpoint_is_refused_before_it_has_memory(case: str, tmp_pat
         raise error
 
 
+def test_fields_of_published_configs_that_change_nothing(tmp_path: Path) -> None:
+    """Qwen3-Coder's config has fields of its kin."""
+    expert_folder(tmp_path, "Qwen3Moe")
+    config = read_hf_config(tmp_path)
+    coder = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}
+    assert from_hf(config | coder) == from_hf(config)
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "field", "told"),
     [
         ("Qwen3Moe", {"num_experts_per_tok": 9}, "num_experts_per_tok", "from 1 to 8"),
         ("Qwen3Moe", {"num_experts_per_tok": 0}, "num_experts_per_tok", "from 1 to 8"),
+        ("Qwen3Moe", {"use_qk_norm": False}, "use_qk_norm", "true"),
         ("Qwen3Moe", {"num_experts": 4}, "num_local_experts", "4, as num_experts says"),
         ("Qwen3Moe", {"num_local_experts": 1 << 30}, "num_local_experts", "from 1 to 32768"),
         ("Qwen3Moe", {"num_local_experts": -8}, "num_local_experts", "from 1 to"),

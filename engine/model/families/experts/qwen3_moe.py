@@ -25,6 +25,8 @@ __all__ = ["QWEN3_MOE"]
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
+    if not config.flag("use_qk_norm", True):  # Coder's config says what all of them have
+        config.refuse("use_qk_norm", "true")
     biased = config.flag("attention_bias", False)
     attention = replace(config.attention(kv_heads=4), qkv_bias=biased, o_bias=biased, qk_norm=True)
     window = config.window(default=4096) if config.flag("use_sliding_window", False) else None
@@ -47,7 +49,7 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     _from_config,
-    heeds=COUNTS,
+    heeds=COUNTS | {"use_qk_norm"},
     gguf="qwen3moe",
     from_header=_from_header,
     gguf_heeds=EXPERT_KEYS,
