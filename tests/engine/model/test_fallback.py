@@ -113,9 +113,15 @@ def test_code_beside_a_checkpoint_is_never_imported(tmp_path: Path) -> None:
         anyio.run(generated, tmp_path, [1, 2, 3])
 
 
-def test_code_of_transformers_own_class_is_not_needed() -> None:
+def test_code_of_transformers_own_class_is_neither_needed_nor_imported(tmp_path: Path) -> None:
+    saved(made("olmo"), tmp_path)
+    plain = anyio.run(generated, tmp_path, [1, 2, 3])
+    for kind in ("modeling", "configuration"):
+        (tmp_path / f"{kind}_olmo.py").write_text("raise SystemExit('imported')")
+    fields = json.loads((tmp_path / "config.json").read_text())
     code = {"AutoModelForCausalLM": "modeling_olmo.OlmoForCausalLM", "AutoConfig": "configuration_olmo.OlmoConfig"}
-    assert FallbackModel.read(described(auto_map=code), "random").spec == FallbackModel.read(described(), "random").spec
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "auto_map": code}))
+    assert anyio.run(generated, tmp_path, [1, 2, 3]) == plain
 
 
 @pytest.mark.parametrize("window", [1, 2, 13, 4096, 100_000])
