@@ -15,12 +15,13 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from against_transformers import FEW_CUTS, all_at_once, check_cuts, greedy
 from model_driver import OPERATIONS, ModelUnderTest, capacity
 from quantised_layouts import mxfp4
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.engine import Engine, ModelRejected, SamplingParams
+from headrace.engine import Engine, ModelRejected
 from headrace.engine.model.checkpoint.weights import load_weights
 from headrace.engine.model.cpu.sizing import runs_native
 from headrace.engine.model.experts import ExpertsFeed
@@ -121,9 +122,6 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-CUTS = {"in one piece": (128, None), "in chunks": (7, None), "decode after chunks": (5, 11), "one by one": (1, None)}
-
-
 @pytest.mark.parametrize("native", OPERATIONS)
 def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: bool, tmp_path: Path) -> None:
     model, sequences, expected = reference(family)
@@ -134,10 +132,7 @@ def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: boo
     kinds = {type(layer.feed) for layer in spec.layers}
     assert kinds == ({ExpertsFeed, DenseFeed} if "layer" in family else {ExpertsFeed}), "what is tested was meant"
     assert (set(spec.windows) != {None}) == ("windowed" in family)
-    assert max(float(logits.std()) for logits in expected) > 0.1
-    for cut, (chunk, prompt) in CUTS.items():
-        for wanted, found in zip(expected, tested.logits(sequences, chunk, prompt), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4, msg=lambda text: f"{cut}: {text}")  # noqa: B023
+    check_cuts(tested, sequences, expected, FEW_CUTS)
 
 
 def test_an_engine_generates_what_transformers_generates(family: str, tmp_path: Path) -> None:
@@ -148,31 +143,14 @@ def test_an_engine_generates_what_transformers_generates(family: str, tmp_path: 
     expected = [greedy(model, ids, 32) for ids in sequences]
 
     async def run() -> list[list[list[int]]]:
-        params, rounds = SamplingParams(temperature=0, max_tokens=32), []
         options = {"dtype": "float32", "page_size": 4, "max_batched_tokens": 24, "max_rows": 4, "kv_memory": "1MiB"}
         async with Engine(tmp_path, **options) as engine:
-            for _ in range(2):
-                found: list[list[int]] = [[]] * len(sequences)
-
-                async def one(index: int) -> None:
-                    found[index] = (await engine.generate(sequences[index], params)).choices[0].token_ids  # noqa: B023
-
-                async with anyio.create_task_group() as group:
-                    for index in range(len(sequences)):
-                        group.start_soon(one, index)
-                rounds.append(found)
+            rounds = [await all_at_once(engine, sequences, 32) for _ in range(2)]
             if "windowed" not in family:
                 assert engine.stats().cached_tokens > 64
         return rounds
 
     assert anyio.run(run) == [expected, expected]
-
-
-def greedy(model: Any, ids: list[int], count: int) -> list[int]:
-    mask = torch.ones(1, len(ids), dtype=torch.int64)
-    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-    made = model.generate(torch.tensor([ids]), attention_mask=mask, **options)
-    return [int(token) for token in made[0, len(ids) :]]
 
 
 def rerouted(**changes: Any) -> Callable[[ExpertsFeed], ExpertsFeed]:

@@ -12,6 +12,7 @@ import anyio
 import pytest
 import torch
 import transformers
+from against_transformers import all_at_once, check_cuts, greedy
 from layer_normed_models import LAYER_NORMED
 from model_driver import OPERATIONS, ModelUnderTest, capacity
 from torch import Tensor
@@ -269,16 +270,6 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-CUTS = {
-    "in one piece": (128, None),
-    "in chunks": (7, None),
-    "in chunks of a page": (4, None),
-    "decode after a prefill": (128, 15),
-    "decode after chunks": (5, 11),
-    "one by one": (1, None),
-}
-
-
 @pytest.mark.parametrize("native", OPERATIONS)
 def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: bool, tmp_path: Path) -> None:
     model, sequences, expected = reference(family)
@@ -290,10 +281,7 @@ def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: boo
     first, last = (1, 1) if "middle" in family else (1, 2) if "later" in family else (0, 2)
     windows = tuple(WINDOW if windowed and first <= layer <= last else None for layer in range(3))
     assert spec.windows == windows, "what is tested is what was meant"
-    assert max(float(logits.std()) for logits in expected) > 0.1
-    for cut, (chunk, prompt) in CUTS.items():
-        for wanted, found in zip(expected, tested.logits(sequences, chunk, prompt), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4, msg=lambda text: f"{cut}: {text}")  # noqa: B023
+    check_cuts(tested, sequences, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3, tied, biased, later layers windowed", "olmo2 with every bias"])
@@ -370,27 +358,12 @@ def test_an_engine_generates_what_transformers_generates(family: str, tmp_path: 
     expected = [greedy(model, ids, 12) for ids in sequences]
 
     async def run() -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=12)
-        found: list[list[int]] = [[]] * len(sequences)
         options = {"dtype": "float32", "page_size": 4, "max_batched_tokens": 16, "max_rows": 4, "kv_memory": "1MiB"}
-        async with Engine(tmp_path, **options) as engine, anyio.create_task_group() as group:
-
-            async def one(index: int) -> None:
-                found[index] = (await engine.generate(sequences[index], params)).choices[0].token_ids
-
-            for index in range(len(sequences)):
-                group.start_soon(one, index)
-        return found
+        async with Engine(tmp_path, **options) as engine:
+            return await all_at_once(engine, sequences, 12)
 
     write_tokenizer(tmp_path)
     assert anyio.run(run) == expected
-
-
-def greedy(model: Any, ids: list[int], count: int) -> list[int]:
-    mask = torch.ones(1, len(ids), dtype=torch.int64)
-    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-    made = model.generate(torch.tensor([ids]), attention_mask=mask, **options)
-    return [int(token) for token in made[0, len(ids) :]]
 
 
 def write_tokenizer(folder: Path) -> None:

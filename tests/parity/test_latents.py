@@ -14,11 +14,12 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from against_transformers import FEW_CUTS, all_at_once, check_cuts, greedy
 from model_driver import OPERATIONS, ModelUnderTest, capacity
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.engine import Engine, ModelRejected, SamplingParams
+from headrace.engine import Engine, ModelRejected
 from headrace.engine.model.checkpoint.weights import load_weights
 from headrace.engine.model.experts import ExpertsFeed
 from headrace.engine.model.families.registry import from_hf, read_hf_config
@@ -107,9 +108,6 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-CUTS = {"in one piece": (128, None), "in chunks": (7, None), "decode after chunks": (5, 11), "one by one": (1, None)}
-
-
 @pytest.mark.parametrize("native", OPERATIONS)
 def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: bool, tmp_path: Path) -> None:
     model, sequences, expected = reference(family)
@@ -118,10 +116,7 @@ def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: boo
     kinds = {type(layer.feed) for layer in spec.layers}
     assert kinds == ({ExpertsFeed} if family == "v3, halves" else {ExpertsFeed, DenseFeed})
     assert {type(layer.mixer) for layer in spec.layers} == {LatentAttention}
-    assert max(float(logits.std()) for logits in expected) > 0.1
-    for cut, (chunk, prompt) in CUTS.items():
-        for wanted, found in zip(expected, tested.logits(sequences, chunk, prompt), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4, msg=lambda text: f"{cut}: {text}")  # noqa: B023
+    check_cuts(tested, sequences, expected, FEW_CUTS)
 
 
 def test_an_engine_generates_what_transformers_generates(family: str, tmp_path: Path) -> None:
@@ -134,32 +129,14 @@ def test_an_engine_generates_what_transformers_generates(family: str, tmp_path: 
     options = {"dtype": "float32", "page_size": 4, "max_batched_tokens": 24, "max_rows": 4}
 
     async def run(pages: int, rounds: int) -> tuple[list[list[list[int]]], Any]:
-        params, made = SamplingParams(temperature=0, max_tokens=32), []
         async with Engine(tmp_path, **options, kv_memory=pages * page, max_context=100) as engine:
             assert engine.info.page_bytes == page
-            for _ in range(rounds):
-                found: list[list[int]] = [[]] * len(sequences)
-
-                async def one(index: int) -> None:
-                    found[index] = (await engine.generate(sequences[index], params)).choices[0].token_ids  # noqa: B023
-
-                async with anyio.create_task_group() as group:
-                    for index in range(len(sequences)):
-                        group.start_soon(one, index)
-                made.append(found)
-            return made, engine.stats()
+            return [await all_at_once(engine, sequences, 32) for _ in range(rounds)], engine.stats()
 
     tokens, stats = anyio.run(run, 200, 2)
     assert tokens == [expected, expected] and stats.cached_tokens > 64 and not stats.preemptions
     tokens, stats = anyio.run(run, 32, 1)
     assert tokens == [expected] and stats.preemptions
-
-
-def greedy(model: Any, ids: list[int], count: int) -> list[int]:
-    mask = torch.ones(1, len(ids), dtype=torch.int64)
-    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-    made = model.generate(torch.tensor([ids]), attention_mask=mask, **options)
-    return [int(token) for token in made[0, len(ids) :]]
 
 
 def test_an_answer_has_the_same_bits_in_every_company(family: str, tmp_path: Path) -> None:
@@ -170,7 +147,7 @@ def test_an_answer_has_the_same_bits_in_every_company(family: str, tmp_path: Pat
     model.save_pretrained(tmp_path)
     _, tested = ModelUnderTest.load(tmp_path, torch.bfloat16, native=True)
     alone = [tested.logits([ids], 128)[0] for ids in sequences]
-    for chunk, prompt in CUTS.values():
+    for chunk, prompt in FEW_CUTS.values():
         for wanted, found in zip(alone, tested.logits(sequences, chunk, prompt), strict=True):
             assert torch.equal(found, wanted)
 
