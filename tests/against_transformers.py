@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.engine import Completion, Engine, SamplingParams
 
-__all__ = ["CUTS", "FEW_CUTS", "all_at_once", "check_cuts", "greedy"]
+__all__ = ["CUTS", "FEW_CUTS", "all_at_once", "check_cuts", "drawn_with_logits", "greedy"]
 
 FEW_CUTS: Mapping[str, tuple[int, int | None]] = {
     "in one piece": (128, None),
@@ -26,6 +26,13 @@ CUTS: Mapping[str, tuple[int, int | None]] = {
     "in chunks of a page": (4, None),
     "decode after a prefill": (128, 15),
 }
+
+
+def drawn_with_logits(model: Any, lengths: Sequence[int]) -> tuple[list[list[int]], list[Tensor]]:
+    """Random sequences of these lengths, and their logits in one piece by a model of transformers."""
+    sequences = [torch.randint(0, model.config.vocab_size, (length,)).tolist() for length in lengths]
+    with torch.inference_mode():
+        return sequences, [model(torch.tensor([ids])).logits[0] for ids in sequences]
 
 
 def check_cuts(

@@ -15,7 +15,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from against_transformers import FEW_CUTS, all_at_once, check_cuts, greedy
+from against_transformers import FEW_CUTS, all_at_once, check_cuts, drawn_with_logits, greedy
 from model_driver import OPERATIONS, ModelUnderTest, capacity
 from quantised_layouts import mxfp4
 from safetensors.torch import load_file, save_file
@@ -111,10 +111,7 @@ def reference(family: str) -> tuple[Any, list[list[int]], list[Tensor]]:
         if "inv_freq" not in name:
             mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3 if "bias" in name else 0.12)
             torch.nn.init.normal_(parameter, mean, spread)
-    sequences = [torch.randint(0, SIZES["vocab_size"], (length,)).tolist() for length in LENGTHS]
-    with torch.inference_mode():
-        logits = [model(torch.tensor([ids])).logits[0] for ids in sequences]
-    return model, sequences, logits
+    return model, *drawn_with_logits(model, LENGTHS)
 
 
 @pytest.fixture(params=FAMILIES)

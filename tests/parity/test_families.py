@@ -12,7 +12,7 @@ import anyio
 import pytest
 import torch
 import transformers
-from against_transformers import all_at_once, check_cuts, greedy
+from against_transformers import all_at_once, check_cuts, drawn_with_logits, greedy
 from layer_normed_models import LAYER_NORMED
 from model_driver import OPERATIONS, ModelUnderTest, capacity
 from torch import Tensor
@@ -259,10 +259,7 @@ def reference(family: str) -> tuple[Any, list[list[int]], list[Tensor]]:
         is_norm = ("norm" in name or "ln_" in name) and "bias" not in name
         mean, spread = (1.0, 0.2) if is_norm else (0.0, 0.3 if "bias" in name else 0.12)
         torch.nn.init.normal_(parameter, mean, spread)
-    sequences = [torch.randint(0, SIZES["vocab_size"], (length,)).tolist() for length in LENGTHS]
-    with torch.inference_mode():
-        logits = [model(torch.tensor([ids])).logits[0] for ids in sequences]
-    return model, sequences, logits
+    return model, *drawn_with_logits(model, LENGTHS)
 
 
 @pytest.fixture(params=FAMILIES)

@@ -14,7 +14,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from against_transformers import FEW_CUTS, all_at_once, check_cuts, greedy
+from against_transformers import FEW_CUTS, all_at_once, check_cuts, drawn_with_logits, greedy
 from model_driver import OPERATIONS, ModelUnderTest, capacity
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -97,10 +97,7 @@ def reference(family: str) -> tuple[Any, list[list[int]], list[Tensor]]:
         if family == "flash" and "_a_proj" in name:
             spread = 0.002  # latent vectors so small that the epsilon of their norm matters
         torch.nn.init.normal_(parameter, mean, spread)
-    sequences = [torch.randint(0, SIZES["vocab_size"], (length,)).tolist() for length in LENGTHS]
-    with torch.inference_mode():
-        logits = [model(torch.tensor([ids])).logits[0] for ids in sequences]
-    return model, sequences, logits
+    return model, *drawn_with_logits(model, LENGTHS)
 
 
 @pytest.fixture(params=FAMILIES)
