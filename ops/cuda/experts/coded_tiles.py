@@ -14,9 +14,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.ops.cuda.codes.numbers import line_scales, load_codes, memory_of
-from headrace.ops.cuda.experts.activation import activated, halves
 from headrace.ops.cuda.experts.memory import of_expert
-from headrace.ops.cuda.experts.tiles import source_and_target
+from headrace.ops.cuda.experts.tiles import source_and_target, store_results
 from headrace.ops.cuda.products.coded_tiles import multiplied
 
 if TYPE_CHECKING:
@@ -74,14 +73,7 @@ def _coded_expert_tiles_kernel(
     total *= line_scales(memory, line, KIND)[:, None]
     if BIAS:
         total += tl.load(bias + line)[:, None]
-    if UP:
-        gate, up = halves(total, OUT, ROWS)
-        total = activated(gate, up, ACTIVATION)
-    else:
-        total *= factor[None, :]
-    feature = tl.program_id(1) * OUT + tl.arange(0, OUT)
-    spot = out + target[None, :] * out_stride + feature[:, None]
-    tl.store(spot, total.to(out.dtype.element_ty), mask=(feature < size_out)[:, None] & real[None, :])
+    store_results(total, factor, target, real, out, out_stride, size_out, OUT, ROWS, UP, ACTIVATION)
 
 
 def coded_tile_products(

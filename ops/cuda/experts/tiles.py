@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.tuning.table import Tuning
     from headrace.ops.routing import ExpertActivation
 
-__all__ = ["ExpertTiling", "source_and_target", "tile_products", "tile_rows", "tiling"]
+__all__ = ["ExpertTiling", "source_and_target", "store_results", "tile_products", "tile_rows", "tiling"]
 
 
 class ExpertTiling(NamedTuple):
@@ -64,6 +64,22 @@ def source_and_target(chosen, lists, tile, K: tl.constexpr, ROWS: tl.constexpr, 
 
 
 @triton.jit
+def store_results(
+    total, factor, target, real, out, out_stride, size_out,
+    OUT: tl.constexpr, ROWS: tl.constexpr, UP: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Store the sums [lines, rows] of a tile: gates and ups with their activation, downs with their factors."""
+    if UP:
+        gate, up = halves(total, OUT, ROWS)
+        total = activated(gate, up, ACTIVATION)
+    else:
+        total *= factor[None, :]
+    feature = tl.program_id(1) * OUT + tl.arange(0, OUT)
+    spot = out + target[None, :] * out_stride + feature[:, None]
+    tl.store(spot, total.to(out.dtype.element_ty), mask=(feature < size_out)[:, None] & real[None, :])
+
+
+@triton.jit
 def _expert_tiles_kernel(
     x, weight, bias, chosen, lists, out, pitch, size_out, size_in, x_stride, out_stride,
     K: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, UP: tl.constexpr,
@@ -95,14 +111,7 @@ def _expert_tiles_kernel(
         total = tl.dot(w, part, total)
     if BIAS:
         total += tl.load(bias + expert * (HALVES * size_out) + line)[:, None]
-    if UP:
-        gate, up = halves(total, OUT, ROWS)
-        total = activated(gate, up, ACTIVATION)
-    else:
-        total *= factor[None, :]
-    feature = tl.program_id(1) * OUT + tl.arange(0, OUT)
-    spot = out + target[None, :] * out_stride + feature[:, None]
-    tl.store(spot, total.to(out.dtype.element_ty), mask=(feature < size_out)[:, None] & real[None, :])
+    store_results(total, factor, target, real, out, out_stride, size_out, OUT, ROWS, UP, ACTIVATION)
 
 
 def tile_products(
