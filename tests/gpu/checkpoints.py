@@ -211,6 +211,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_layernorm": True,
             "use_parallel_residual": True,
             "use_qkv_bias": True,
+            "intermediate_size": 1536,  # smaller feeds leave it repeating one token
         },
     ),
     "qwen3 experts": (
@@ -233,6 +234,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3}),
+    "arcee": ("Arcee", {}),  # without native code, as is the next
+    "olmo": ("Olmo", {"clip_qkv": 4.0}),
 }
 CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 """Names of a configuration and a model that do not follow from the architecture's."""

@@ -114,7 +114,7 @@ def test_skewed_choices_and_padding(rows: int) -> None:
     packed, x = made.pack(experts, torch.bfloat16), torch.randn(rows, 256, device=GPU).bfloat16()
     check(packed, x)
     numbers = torch.arange(rows, device=GPU, dtype=torch.int32)
-    with made.padded(Padding(torch.where(numbers % 3 == 1, 99, numbers), 99)):
+    with made.padded(Padding(torch.where(numbers % 3 == 1, rows, numbers), rows)):
         out = packed(x)
     real = numbers % 3 != 1
     assert torch.equal(out[real], packed(x)[real]) and not out[~real].any()
@@ -144,4 +144,4 @@ def test_experts_in_codes(format: Any) -> None:
     packed = products().pack(experts, torch.bfloat16)
     assert (packed.weights.gate_up.kind is None) == ("ordered" in label(format))
     for rows in (1, 4, 7, 64, 200):
-        check(packed, torch.randn(rows, size, device=GPU).bfloat16(), 2**-6)
+        check(packed, torch.randn(rows, size, device=GPU).bfloat16(), 3 * 2**-7)  # codes are rounded to bfloat16, too

@@ -33,7 +33,7 @@ EIGHT_BITS: Final = tuple(2 * thread + place for thread in range(4) for place in
 """Columns of a chunk of 8-bit codes in the order of their bytes."""
 FOUR_BITS: Final = tuple(2 * thread + place for thread in range(4) for place in (0, 8, 16, 24, 1, 9, 17, 25))
 """Columns of a chunk of 4-bit codes in the order of their nibbles, the low one of a byte first."""
-_PADDED = 256
+_PADDED = 512
 """Inputs to whose multiple groups are padded."""
 _TILE = 128
 
