@@ -177,8 +177,9 @@ class CudaOps(Missing):
         self, x_NI: Tensor, packed: CudaProduct, total_NE: Tensor, norm_E: Tensor | None, _layer: int, _site: str
     ) -> Stream:
         """Return the stream with the product added, and times the norm's weight where a kernel does all at once."""
-        chosen = None if norm_E is None else packed.runs.residual.at(len(x_NI))
-        if chosen is None or norm_E is None:
+        chosen = packed.runs.residual.at(len(x_NI))
+        # Gemma's weights of norms stay in float32, which no such kernel reads.
+        if chosen is None or norm_E is None or norm_E.dtype != x_NI.dtype:
             return Stream(self.product(x_NI, packed), total_NE)
         return self.add_inside(chosen, x_NI, packed, total_NE, norm_E)
 

@@ -155,7 +155,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "gemma": ("Gemma", {"head_dim": 256, "tie_word_embeddings": True}),
+    "gemma": ("Gemma", {"head_dim": 256}),  # a tied head would repeat its large embeddings
     "gemma3": (
         "Gemma3",
         {
@@ -202,7 +202,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi": (
         "Phi",
-        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        {"intermediate_size": 1536, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
     "stablelm": (
         "StableLm",

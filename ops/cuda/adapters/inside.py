@@ -84,7 +84,7 @@ class CudaInsideOps:
     ) -> Stream:
         """Do what `CudaOps.add` does, with the site's update."""
         updates, rows = self._updates(layer, site), len(x_NI)
-        if norm_E is not None:
+        if norm_E is not None and norm_E.dtype == x_NI.dtype:  # which no kernel reads in float32, as Gemma's are
             return self._ops.add_inside(packed.runs.residual[rows], x_NI, packed, total_NE, norm_E, updates)
         out_NE = torch.empty_like(total_NE)
         packed.run(packed.runs.plain[rows], x_NI, out_NE, updates=updates)

@@ -3,9 +3,10 @@
 Computes what `route` of ops/experts.py specifies, from logits. Lists are made on the device, in a fixed number of
 launches whatever is chosen, so that graphs can hold them: programs choose for a chunk of tokens each and count those of
 each expert; the last of them to finish lays out the experts' lists, one behind another, and cuts them into tiles; and
-where there are several programs, a second launch fills the lists. The order within a list is that of the tokens, so
-that results do not vary from run to run. A pair is a token and one of its experts, numbered token * K + rank; a place
-is a position in all lists together. N tokens, X experts, K chosen experts of a token.
+a second launch fills the lists. Where one program is enough, it does all of that. The order within a list is that of
+the tokens, so that results do not vary from run to run. A pair is a token and one of its experts, numbered token * K +
+rank; a place is a position in all lists together. N tokens, X experts, K chosen experts of a token, S divisions of the
+inputs (logits.py).
 """
 
 from __future__ import annotations
@@ -105,6 +106,17 @@ def _best(key, column):
 
 
 @triton.jit
+def _logits_of(logits, row, rows, column, experts, DIVISIONS: tl.constexpr):
+    """Return the logits of rows, 0 beyond the last, and what lies beyond the experts as -inf."""
+    inside = (row < rows)[:, None] & (column < experts)[None, :]
+    spot = logits + row.to(tl.int64)[:, None] * experts + column[None, :]
+    logit = tl.load(spot, mask=inside, other=float("-inf"))
+    for division in tl.static_range(1, DIVISIONS):
+        logit += tl.load(spot + division * rows.to(tl.int64) * experts, mask=inside, other=0.0)
+    return tl.where((row < rows)[:, None], logit, 0.0)
+
+
+@triton.jit
 def _scores_of(logit, known, SCORE: tl.constexpr):
     """Return the scores of experts, and what lies beyond them as -inf."""
     score = logit
@@ -155,8 +167,22 @@ def _fill(pairs, first, ranks, row, K: tl.constexpr):
 
 
 @triton.jit
+def _cut(lists, column, begin, total, tile_rows):
+    """Cut the lists of experts, which begin at places and have `total` pairs, into tiles."""
+    tiles = (total + tile_rows - 1) // tile_rows
+    tile = lists.tiles_T3 + _exclusive(tiles) * 3
+    for number in range(tl.max(tiles, axis=0)):
+        mask = number < tiles
+        done = number * tile_rows
+        tl.store(tile + number * 3, column, mask=mask)
+        tl.store(tile + number * 3 + 1, begin + done, mask=mask)
+        tl.store(tile + number * 3 + 2, tl.minimum(total - done, tile_rows), mask=mask)
+    tl.store(lists.ends_2, tl.sum(tiles, axis=0))
+
+
+@triton.jit
 def _lay_out(lists, column, known, chunks, experts, tile_rows, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Make tiles, and of counts by chunk the first places; return those of the first chunk."""
+    """Make of counts by chunk the first places, and tiles."""
     total = tl.zeros([EXPERTS], tl.int32)
     for start in range(0, chunks, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -172,16 +198,7 @@ def _lay_out(lists, column, known, chunks, experts, tile_rows, EXPERTS: tl.const
         counts = tl.load(spot, mask=inside, other=0, cache_modifier=".cg")
         tl.store(spot, before[None, :] + _exclusive(counts), mask=inside)
         before += tl.sum(counts, axis=0)
-    tiles = (total + tile_rows - 1) // tile_rows
-    tile = lists.tiles_T3 + _exclusive(tiles) * 3
-    for number in range(tl.max(tiles, axis=0)):
-        mask = number < tiles
-        done = number * tile_rows
-        tl.store(tile + number * 3, column, mask=mask)
-        tl.store(tile + number * 3 + 1, begin + done, mask=mask)
-        tl.store(tile + number * 3 + 2, tl.minimum(total - done, tile_rows), mask=mask)
-    tl.store(lists.ends_2, tl.sum(tiles, axis=0))
-    return begin
+    _cut(lists, column, begin, total, tile_rows)
 
 
 @triton.jit(do_not_specialize=["rows", "chunks", "tile_rows", "padding_row"])
@@ -190,7 +207,7 @@ def _choose_experts_kernel(
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, SCORE: tl.constexpr,
     RENORMALISE: tl.constexpr, CORRECT: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, PADDED_ROWS: tl.constexpr, LISTS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    DIVISIONS: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     row = chunk * ROWS + tl.arange(0, ROWS)
@@ -202,9 +219,7 @@ def _choose_experts_kernel(
     real = row < rows
     if PADDED_ROWS:
         real &= tl.load(row_numbers + row, mask=real, other=padding_row) != padding_row
-    spot = logits + row.to(tl.int64)[:, None] * experts + column[None, :]
-    logit = tl.load(spot, mask=(row < rows)[:, None] & known[None, :], other=float("-inf"))
-    logit = tl.where((row < rows)[:, None], logit, 0.0)
+    logit = _logits_of(logits, row, rows, column, experts, DIVISIONS)
     score = _scores_of(logit, known[None, :], SCORE)
     key = score
     if CORRECT:
@@ -234,14 +249,17 @@ def _choose_experts_kernel(
     tl.store(chosen.weights_NK + spot, weights * scale, mask=inside)
     if LISTS:
         counts = tl.sum((ranks >= 0).to(tl.int32), axis=0)
-        tl.store(lists.counts_CX + chunk * experts + column, counts, mask=known)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(lists.ends_2 + 1, 1, sem="acq_rel", scope="gpu")
-        if arrived == chunks - 1:
-            begin = _lay_out(lists, column, known, chunks, experts, tile_rows, EXPERTS, BLOCK)
-            if chunks == 1:
-                _fill(lists.pairs_P, begin, ranks, row, K)
-            tl.store(lists.ends_2 + 1, 0)
+        if SINGLE:
+            begin = _exclusive(counts)
+            _cut(lists, column, begin, counts, tile_rows)
+            _fill(lists.pairs_P, begin, ranks, row, K)
+        else:
+            tl.store(lists.counts_CX + chunk * experts + column, counts, mask=known)
+            tl.debug_barrier()
+            arrived = tl.atomic_add(lists.ends_2 + 1, 1, sem="acq_rel", scope="gpu")
+            if arrived == chunks - 1:
+                _lay_out(lists, column, known, chunks, experts, tile_rows, EXPERTS, BLOCK)
+                tl.store(lists.ends_2 + 1, 0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -264,7 +282,7 @@ def _fill_experts_kernel(
 
 
 def choose(
-    logits_NX: Tensor,
+    logits_SNX: Tensor,
     routing: Routing,
     correction_X: Tensor | None,
     chosen: Choices,
@@ -276,7 +294,7 @@ def choose(
     """Write the experts of each token, and their lists.
 
     Args:
-        logits_NX: Logits of the router, float32, contiguous.
+        logits_SNX: Sums over divisions of the inputs, whose sum is the router's logits, float32, contiguous.
         routing: How experts are chosen.
         correction_X: Added to the scores for the choice alone, float32, or None.
         chosen: Output of the choices.
@@ -284,20 +302,21 @@ def choose(
         padding: Tokens that are given no experts; None where there are none.
         pdl: Whether to use programmatic dependent launch.
     """
-    rows, experts = logits_NX.shape
+    divisions, rows, experts = logits_SNX.shape
     size = _chunk(rows, has_lists=lists is not None)
     chunks, padded = triton.cdiv(rows, size), triton.next_power_of_2(experts)
     # What is not used is another tensor, which no kernel reads.
     used = lists or Lists(chosen.ids_NK, chosen.ids_NK, chosen.ids_NK, chosen.ids_NK, 0)
-    correction = logits_NX if correction_X is None else correction_X
+    correction = logits_SNX if correction_X is None else correction_X
     _choose_experts_kernel[(chunks,)](
-        logits_NX, correction, chosen.ids_NK if padding is None else padding.rows_N, chosen, used,
+        logits_SNX, correction, chosen.ids_NK if padding is None else padding.rows_N, chosen, used,
         rows, chunks, experts, used.rows, 0 if padding is None else padding.row, routing.scale,
         ROWS=size, EXPERTS=padded, K=routing.top_k, RANKS=triton.next_power_of_2(routing.top_k), SCORE=routing.score,
         RENORMALISE=routing.renormalise, CORRECT=correction_X is not None, GROUPS=routing.groups,
         PADDED=triton.next_power_of_2(routing.groups), TOP_GROUPS=routing.top_groups,
         TWO=routing.group_score == "top2", PADDED_ROWS=padding is not None, LISTS=lists is not None,
-        BLOCK=1 if chunks == 1 else _BLOCK, PDL=pdl, num_warps=4 if size < _CHUNKS[-1] else 8, launch_pdl=pdl,
+        BLOCK=_BLOCK, DIVISIONS=divisions, SINGLE=chunks == 1, PDL=pdl,
+        num_warps=4 if size < _CHUNKS[-1] else 8, launch_pdl=pdl,
     )  # fmt: skip
     if lists is not None and chunks > 1:
         _fill_experts_kernel[(chunks,)](

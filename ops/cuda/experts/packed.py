@@ -10,7 +10,7 @@ import torch
 
 from headrace.ops.cuda.experts.arena import arena_of
 from headrace.ops.cuda.experts.kernels import EXPERTS
-from headrace.ops.cuda.experts.registry import ExpertShape, ExpertWeights, resolve_experts
+from headrace.ops.cuda.experts.registry import ExpertShape, ExpertWeights, resolve_experts, split_router
 from headrace.ops.cuda.products.registry import ByRows
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ExpertProducts:
             found = resolve_experts(self._kernels, self._arch, shape).kernels
             runs = self._runs[shape] = ByRows([(rows, self._ready(kernel)) for rows, kernel in found.spans])
         weights = ExpertWeights(
-            experts.routing, experts.router_XE.contiguous(), experts.router_bias_X, experts.correction_X, up, down,
+            experts.routing, split_router(experts.router_XE), experts.router_bias_X, experts.correction_X, up, down,
             experts.activation, experts.gate_up_bias_XF, experts.down_bias_XE,
         )  # fmt: skip
         return CudaExperts(self, weights, runs)

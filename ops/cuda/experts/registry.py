@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ExpertKernel", "ExpertRun", "ExpertShape", "ExpertWeights", "Padding", "ResolvedExperts", "launches",
-    "resolve_experts",
+    "resolve_experts", "split_router",
 ]  # fmt: skip
 
 
@@ -49,8 +49,8 @@ class ExpertWeights(NamedTuple):
     """A layer's router and experts as kernels read them."""
 
     routing: Routing
-    router_XE: Tensor
-    """Weight of the router, float32, contiguous."""
+    router_3XE: Tensor
+    """Weight of the router in three parts, whose sum it is, bf16, contiguous (`split_router`)."""
     router_bias_X: Tensor | None
     correction_X: Tensor | None
     gate_up: Arena
@@ -59,6 +59,11 @@ class ExpertWeights(NamedTuple):
     gate_up_bias_XL: Tensor | None
     """Biases of gates, then of ups, float32 [X, 2F], contiguous."""
     down_bias_XE: Tensor | None
+
+    @property
+    def router_XE(self) -> Tensor:
+        """Weight of the router, float32."""
+        return self.router_3XE.float().sum(0)
 
 
 class Padding(NamedTuple):
@@ -126,3 +131,12 @@ def resolve_experts(kernels: Sequence[ExpertKernel], arch: Arch, shape: ExpertSh
     why = {each.name: reason for each in kernels if (reason := each.refuses(arch, shape)) is not None}
     able = [(each.rows(arch, shape), each) for each in kernels if each.name not in why]
     return ResolvedExperts(ByRows(spans_of(able)), why)
+
+
+def split_router(router_XE: Tensor) -> Tensor:
+    """Return three bfloat16 numbers for each of a router's weights, [3, X, E], whose sum is the weight."""
+    parts, rest_XE = [], router_XE.float()
+    for _ in range(3):
+        parts.append(rest_XE.bfloat16())
+        rest_XE = rest_XE - parts[-1].float()
+    return torch.stack(parts)

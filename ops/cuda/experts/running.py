@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from headrace.ops.cuda.experts.byte_tiles import byte_tile_products, byte_tiling, in_byte_order, takes_bytes
+from headrace.ops.cuda.experts.byte_vector import byte_vector_down, byte_vector_up
 from headrace.ops.cuda.experts.choose import allocate_choices, allocate_lists, choose
 from headrace.ops.cuda.experts.coded_tiles import MOST_ROWS, coded_tile_products
 from headrace.ops.cuda.experts.coded_vector import coded_vector_down, coded_vector_up
 from headrace.ops.cuda.experts.combine import combine
-from headrace.ops.cuda.experts.logits import router_logits
+from headrace.ops.cuda.experts.logits import allocate_logits, router_logits
 from headrace.ops.cuda.experts.registry import launches
 from headrace.ops.cuda.experts.tiles import tile_products, tile_rows, tiling
 from headrace.ops.cuda.experts.vector import vector_down, vector_up
@@ -41,10 +43,10 @@ class _Run:
         self._router, self._rest = launches(pdl=room.pdl)
 
     def _logits(self, x_NE: Tensor, weights: ExpertWeights) -> Tensor:
-        logits_NX = torch.empty(len(x_NE), weights.routing.experts, dtype=torch.float32, device=x_NE.device)
+        logits_SNX = allocate_logits(len(x_NE), weights.routing.experts, x_NE.device)
         self._room.chain.note(self._router)
-        router_logits(x_NE, weights.router_XE, weights.router_bias_X, logits_NX, pdl=self._pdl)
-        return logits_NX
+        router_logits(x_NE, weights.router_3XE, weights.router_bias_X, logits_SNX, pdl=self._pdl)
+        return logits_SNX
 
 
 class VectorExpertsRun(_Run):
@@ -53,14 +55,15 @@ class VectorExpertsRun(_Run):
     def run(self, x_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None) -> None:
         """Enqueue logits, choices, gates and ups, and the sums of downs."""
         pdl, routing, (up, down) = self._pdl, weights.routing, (weights.gate_up, weights.down)
-        logits_NX = self._logits(x_NE, weights)
+        logits_SNX = self._logits(x_NE, weights)
         chosen = allocate_choices(len(x_NE), routing, x_NE.device)
         self._room.chain.note(self._rest)
-        choose(logits_NX, routing, weights.correction_X, chosen, padding=padding, pdl=pdl)
+        choose(logits_SNX, routing, weights.correction_X, chosen, padding=padding, pdl=pdl)
         act_PF = torch.empty(chosen.ids_NK.numel(), down.shape[1], dtype=x_NE.dtype, device=x_NE.device)
-        multiply = vector_up if up.kind is None else coded_vector_up
+        in_bytes = [takes_bytes(each.kind, each.shape, self._room.scratch.arch) for each in (up, down)]
+        multiply = vector_up if up.kind is None else byte_vector_up if in_bytes[0] else coded_vector_up
         multiply(x_NE, up, weights.gate_up_bias_XL, chosen, act_PF, weights.activation, pdl=pdl)
-        add = vector_down if down.kind is None else coded_vector_down
+        add = vector_down if down.kind is None else byte_vector_down if in_bytes[1] else coded_vector_down
         add(act_PF, down, weights.down_bias_XE, chosen, out_NE, pdl=pdl)
 
 
@@ -75,21 +78,24 @@ class TileExpertsRun(_Run):
     def run(self, x_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None) -> None:
         """Enqueue logits, choices with their lists, gates and ups, downs, and the sums."""
         pdl, routing, device = self._pdl, weights.routing, x_NE.device
-        logits_NX = self._logits(x_NE, weights)
+        logits_SNX = self._logits(x_NE, weights)
         chosen = allocate_choices(len(x_NE), routing, device)
         pairs = chosen.ids_NK.numel()
-        rows = tile_rows(pairs, routing.experts, self._room.scratch.arch.tuning)
-        if weights.gate_up.kind is not None or weights.down.kind is not None:
+        arch, kinds = self._room.scratch.arch, {weights.gate_up.kind, weights.down.kind}
+        in_bytes = all(takes_bytes(each.kind, each.shape, arch) for each in (weights.gate_up, weights.down))
+        rows = tile_rows(pairs, routing.experts, arch.tuning)
+        if kinds != {None} and not in_bytes:
             rows = min(rows, MOST_ROWS)
         lists = allocate_lists(len(x_NE), routing, rows, self._finished)
         self._room.chain.note(self._rest)
-        choose(logits_NX, routing, weights.correction_X, chosen, lists, padding=padding, pdl=pdl)
+        choose(logits_SNX, routing, weights.correction_X, chosen, lists, padding=padding, pdl=pdl)
         act_PF = torch.empty(pairs, weights.down.shape[1], dtype=x_NE.dtype, device=device)
-        biases = weights.gate_up_bias_XL, weights.down_bias_XE
-        self._multiply(x_NE, weights.gate_up, biases[0], chosen, lists, act_PF, weights.activation)
+        multiply = self._multiply_bytes if in_bytes else self._multiply
+        x_NE = in_byte_order(x_NE, pdl=pdl) if in_bytes else x_NE
+        multiply(x_NE, weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF, weights.activation)
         dtype = torch.float32 if len(x_NE) <= _EXACT_ROWS else x_NE.dtype
         results_PE = torch.empty(pairs, out_NE.shape[1], dtype=dtype, device=device)
-        self._multiply(act_PF, weights.down, biases[1], chosen, lists, results_PE)
+        multiply(act_PF, weights.down, weights.down_bias_XE, chosen, lists, results_PE)
         combine(results_PE, chosen, out_NE, pdl=pdl)
 
     def _multiply(
@@ -107,3 +113,18 @@ class TileExpertsRun(_Run):
             return
         how = tiling(lists.rows, self._room.scratch.arch)
         tile_products(x, weight, bias_XL, chosen, lists, out_PO, how, activation=activation, pdl=self._pdl)
+
+    def _multiply_bytes(
+        self,
+        x: Tensor,
+        weight: Arena,
+        bias_XL: Tensor | None,
+        chosen: Choices,
+        lists: Lists,
+        out_PO: Tensor,
+        activation: ExpertActivation | None = None,
+    ) -> None:
+        byte_tile_products(
+            x, weight, bias_XL, chosen, lists, out_PO, byte_tiling(lists.rows, self._room.scratch.arch),
+            activation=activation, ordered=activation is not None, pdl=self._pdl,
+        )  # fmt: skip
