@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 __all__ = ["Fused", "Names", "Part", "Rotated", "bias", "head_norm_roles", "matrix", "norm"]
@@ -129,7 +129,13 @@ class Names:
     transposed: frozenset[str] = frozenset()
     """Roles whose matrices are stored [in, out]."""
     prefix: str = "model."
-    """Beginning of most names, which a checkpoint lacks that was saved without the class that holds the head."""
+    """Beginning of most names, which a checkpoint lacks that was saved without the class that holds the head; empty
+    once it is known to be one."""
+    homes: tuple[tuple[str, str], ...] = ()
+    """Beginnings that names may have in place of `prefix`, each with what then stands before the name of the head:
+    those of a text part within a larger model. Empty for a model of text alone."""
+    others: tuple[str, ...] = ()
+    """Names of the other parts of a larger model, whose tensors are left unread."""
     is_peft: bool = True
     """Whether adapters of the model name its modules so, too; otherwise they name them as those of Llama."""
 
@@ -160,10 +166,40 @@ class Names:
         role, kind = part.role.split(".")
         return kind == "weight" and role in self.transposed
 
+    def found_in(self, tensors: Collection[str]) -> Names:
+        """Return the names as a checkpoint with these tensors spells them: without the prefix, or within its home."""
+        if not self.homes:
+            return self if any(name.startswith(self.prefix) for name in tensors) else self.bare()
+        candidates = [self._at_home(*each) for each in self.homes]
+        held = (each for each in candidates if any(name.startswith(each.roles["embedding"] + ".") for name in tensors))
+        return next(held, candidates[0])
+
+    def is_other(self, tensor: str) -> bool:
+        """Return whether a tensor belongs to another part of a larger model."""
+        name = tensor.removeprefix("model.")
+        return any(name == part or name.startswith(f"{part}.") for part in self.others)
+
+    def _at_home(self, home: str, before_head: str) -> Names:
+        """Return the names within a larger model."""
+
+        def moved(name: str) -> str:
+            return home + name.removeprefix(self.prefix) if name.startswith(self.prefix) else name
+
+        roles = {role: moved(name) for role, name in self.roles.items()}
+        beginnings = "|".join(map(re.escape, (home, before_head)))
+        return replace(
+            self,
+            layer_prefix=moved(self.layer_prefix),
+            roles=roles | {"head": before_head + roles["head"]},
+            harmless=re.compile(f"(?:{beginnings})(?:{self.harmless.pattern})"),
+            prefix=home,
+        )
+
     def bare(self) -> Names:
         """Return the names of a checkpoint that was saved without the prefix."""
         return replace(
             self,
             layer_prefix=self.layer_prefix.removeprefix(self.prefix),
             roles={role: name.removeprefix(self.prefix) for role, name in self.roles.items()},
+            prefix="",
         )

@@ -37,9 +37,10 @@ class Inventory:
             ModelRejected: A tensor is missing, left over, of another shape, or quantised in a damaged way.
         """
         self.files = files
-        is_bare = not any(name.startswith(spec.names.prefix) for name in files.shapes)
-        self.names: Names = spec.names.bare() if is_bare else spec.names
+        self.names: Names = spec.names.found_in(files.shapes)
         """Names of the tensors; a folder may have been saved without the class that holds the head."""
+        self.others = [name for name in files.shapes if self.names.is_other(name)]
+        """Tensors of the other parts of a larger model, which are left unread."""
         self.scales = [self._scale_names(layer) for layer in range(spec.num_layers)]
         """By layer, names of the scales of an 8-bit cache that it may have, each with `k` (keys) or `v` (values)."""
         self.tied_leftover: Found | None = None
@@ -55,7 +56,7 @@ class Inventory:
             self.refuse(missing[0], "missing", limit)
         head_shape = (spec.vocab_size, spec.hidden_size)
         head = self.names.of(Part("head.weight", 0))
-        if spec.tied_head and not is_bare and files.shapes.get(head) == head_shape:
+        if spec.tied_head and self.names.prefix and files.shapes.get(head) == head_shape:
             self.tied_leftover = find(files, head, readers)
         self._check_leftovers(is_tied=spec.tied_head)
         for name, shape in wanted.items():
@@ -89,6 +90,7 @@ class Inventory:
     def _check_leftovers(self, *, is_tied: bool) -> None:
         known = {tensor for found in self._found.values() for tensor in found.tensors}
         known.update(name for names in self.scales for name in names)
+        known.update(self.others)
         if self.tied_leftover is not None:
             known.update(self.tied_leftover.tensors)
         left = [name for name in self.files.shapes if name not in known and not self.names.harmless.fullmatch(name)]
