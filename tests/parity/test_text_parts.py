@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import anyio
+import peft
 import pytest
+import tiny_models
 import torch
 import transformers
-from against_transformers import FEW_CUTS, check_cuts
+from against_transformers import FEW_CUTS, all_at_once, check_cuts, greedy
 from model_driver import ModelUnderTest
+from quantising import Told
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from text_part_models import TEXT_PARTS, text_part_model
 from torch import Tensor
 
-from headrace.engine import ModelRejected
+from headrace.adapters.files import read_adapter
+from headrace.engine import AdapterRejected, Engine, EngineConfig, InvalidParams, ModelRejected, SamplingParams
+from headrace.engine.inspection.inspect import inspect_model
+from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.families.registry import from_hf, has_family, read_hf_config
 from headrace.engine.model.families.text_parts import MULTIMODAL
+from headrace.engine.model.quantising.run import quantise_folder
+from headrace.engine.model.shared.adapter_device import adapter_shape
+from headrace.engine.tokens.tokenizer import Tokenizer
+from headrace.server.commands.model_facts import print_facts
 
 LENGTHS = (45, 17)
 WITHOUT_FORMER_NAMES = ("idefics", "smolvlm", "qwen3_vl", "glm4v", "cohere2_vision")
@@ -127,6 +140,89 @@ def test_tensors_of_no_part_are_refused_by_name(tmp_path: Path) -> None:
     save_file(missing, tmp_path / "model.safetensors")
     with pytest.raises(ModelRejected, match=r"language_model\.model\.norm\.weight.*missing"):
         ModelUnderTest.load(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gemma3", "llava", "smolvlm"])
+def test_adapters_of_the_text_part(name: str, tmp_path: Path) -> None:
+    model = text_part_model(name)
+    model.save_pretrained(tmp_path / "base")
+    layers = r".*(language|text)_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.down_proj)"
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=layers, modules_to_save=None)).eval()
+    torch.manual_seed(2)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, 0.0, 0.15)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    ids = torch.randint(0, 96, (23,)).tolist()
+    with torch.inference_mode():
+        expected = wrapped(input_ids=torch.tensor([ids])).logits[0]
+    spec, tested = ModelUnderTest.load(tmp_path / "base")
+    tested.bank = CpuBank(1, 8, torch.float32)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    written = load_file(file)
+    homes = ["model.text_model."] if name == "smolvlm" else ["model.language_model.", "language_model.model.", "model."]
+    for home in homes:
+        save_file({key.replace(_home(key), home): each for key, each in written.items()}, file)
+        tested.bank.put(0, 0, read_adapter(tmp_path / "adapter", adapter_shape(spec), torch.float32, max_rank=8))
+        (found,) = tested.logits([ids], 128, None, [0])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    save_file({key.replace(_home(key), "vision_tower."): each for key, each in written.items()}, file)
+    with pytest.raises(AdapterRejected, match="vision_tower"):
+        read_adapter(tmp_path / "adapter", adapter_shape(spec), torch.float32, max_rank=8)
+
+
+def _home(key: str) -> str:
+    return key.removeprefix("base_model.model.").partition("layers.")[0]
+
+
+def test_a_quantised_copy_leaves_the_other_parts_as_they_are(tmp_path: Path) -> None:
+    model, sequences, expected = reference("gemma3")
+    model.save_pretrained(tmp_path / "model")
+    tiny_models.write_tokenizer(tmp_path / "model")
+    quantise_folder(tmp_path / "model", tmp_path / "copy", "int8", Told())
+    held, kept = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "copy"))
+    others = [name for name in held if name.startswith(("vision_tower.", "multi_modal_projector."))]
+    assert len(others) > 10 and all(torch.equal(kept[name], held[name]) for name in others)
+    ignored = read_hf_config(tmp_path / "copy")["quantization_config"]
+    assert isinstance(ignored, dict) and r"re:(model\.)?vision_tower\..*" in ignored["ignore"]
+    _, tested = ModelUnderTest.load(tmp_path / "copy")
+    for wanted, found in zip(expected, tested.logits(sequences, 128), strict=True):
+        assert 1e-4 < float((found - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_inspecting_says_which_parts_are_unread(tmp_path: Path) -> None:
+    text_part_model("llava_next").save_pretrained(tmp_path)
+    tiny_models.write_tokenizer(tmp_path)
+    facts = inspect_model(EngineConfig(model=tmp_path))
+    held = load_file(tmp_path / "model.safetensors")
+    assert facts.runs and facts.unread == ("vision_tower", "multi_modal_projector", "image_newline")
+    assert facts.stored_bytes + facts.unread_bytes == sum(each.nbytes for each in held.values())
+    assert facts.shape is not None and facts.shape.family == "llava_next"
+    out = io.StringIO()
+    print_facts(facts, Console(file=out, width=200))
+    assert "not read: vision_tower, multi_modal_projector, image_newline: " in out.getvalue()
+
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def test_an_engine_answers_text_and_refuses_images(tmp_path: Path) -> None:
+    model, sequences, _ = reference("smolvlm")
+    model.save_pretrained(tmp_path)
+    tiny_models.write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    assert Tokenizer.from_folder(tmp_path).chat_template == TEMPLATE
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}]
+
+    async def run() -> None:
+        async with Engine(tmp_path, dtype="float32", kv_memory="1MiB") as engine:
+            assert engine.info.architecture == "SmolVLMForConditionalGeneration"
+            assert await all_at_once(engine, sequences, 12) == [greedy(model, ids, 12) for ids in sequences]
+            with pytest.raises(InvalidParams, match=r"messages\[0\]\.content\[0\].*only text"):
+                await engine.generate(image, SamplingParams(max_tokens=1))
+
+    anyio.run(run)
 
 
 NAMED = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}

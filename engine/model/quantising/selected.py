@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ class Selection:
     modules: tuple[Module, ...]
     """Modules that are quantised, in the order of the layers."""
     ignored: Mapping[str, str]
-    """Linear modules that are not quantised, each with the reason."""
+    """Linear modules that are not quantised, by name or an expression, each with the reason."""
     odd: Mapping[str, str]
     """Ignored modules whose inputs the format does not fit, each with the reason."""
 
@@ -88,7 +89,8 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symme
                 modules.append(Module(name, part, (part.rows, size_in), format))
     if spec.tied_head and spec.has_head:
         ignored[names.of(Part("head.weight", 0)).removesuffix(_WEIGHT)] = "the table of embeddings"
-    return Selection(method, symmetric, tuple(modules), ignored | odd, odd)
+    others = {rf"re:(model\.)?{re.escape(part)}\..*": "a part that is left unread" for part in names.others}
+    return Selection(method, symmetric, tuple(modules), ignored | odd | others, odd)
 
 
 def _matrices(spec: DecoderSpec) -> Iterator[tuple[Fused, bool]]:

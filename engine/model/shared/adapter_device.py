@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -67,9 +68,9 @@ def _names(spec: DecoderSpec) -> AdapterNames:
         known -= {"gate", "gate_up"} if feed is not None else {"gate", "gate_up", "up", "down"}
     found = {(name, role) for role, name in names.roles.items() if role in known}
     if not names.is_peft or found <= set(llama.modules):
-        return llama
+        return replace(llama, homes=names.homes)
     top = names.roles["embedding"], names.roles["head"]
-    return AdapterNames(names.layer_prefix, tuple(sorted(found)), *top, names.prefix)
+    return AdapterNames(names.layer_prefix, tuple(sorted(found)), *top, names.prefix, names.homes)
 
 
 def adapter_granules(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, granule_bytes: int) -> int:
