@@ -45,6 +45,17 @@ def _mrope(*sections: int, **changes: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 500.0, "mrope_section": list(sections)} | changes
 
 
+_GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
+}
+
+
 def _audio(width: str, layers: str, heads: str, ffn: str) -> dict[str, Any]:
     return {width: 32, layers: 1, heads: 2, ffn: 64, "num_mel_bins": 8, "max_source_positions": 16}
 
@@ -84,6 +95,12 @@ TEXT_PARTS: dict[str, Callable[[], Any]] = {
         text_config=_text("mistral", head_dim=24, sliding_window=None),
         vision_config=_PIXTRAL,
         tie_word_embeddings=False,
+    ),
+    "mistral3 with ministral3": _made(
+        "Mistral3ForConditionalGeneration",
+        text_config=_text("ministral3", head_dim=24, rope_parameters=dict(_GROWING)),
+        vision_config=_PIXTRAL,
+        tie_word_embeddings=True,
     ),
     "qwen2_vl": _made(
         "Qwen2VLForConditionalGeneration",

@@ -22,7 +22,19 @@ if TYPE_CHECKING:
 
     Pairs: TypeAlias = NDArray[np.float64]
 
-__all__ = ["UNROTATED", "Divided", "Linear", "Llama3", "LongRope", "Rope", "RopeScaling", "Yarn", "head_places"]
+__all__ = [
+    "UNROTATED",
+    "Divided",
+    "Linear",
+    "Llama3",
+    "LongRope",
+    "PositionTable",
+    "QueryGrowth",
+    "Rope",
+    "RopeScaling",
+    "Yarn",
+    "head_places",
+]
 
 
 class RopeScaling(ABC):
@@ -139,6 +151,32 @@ class _Still(RopeScaling):
     def scaled(self, frequencies: Pairs, theta: float, context: int) -> Pairs:
         """Return zeros."""
         return np.zeros_like(frequencies)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Factor 1 + rate ln(1 + floor(position / context)) of queries, by which attention stays sharp over many tokens.
+
+    Meta AI (2025), "The Llama 4 herd", which has it in layers without rotation; Ministral 3 has it in all.
+    """
+
+    rate: float
+    context: int
+    """Number of first positions whose factor is 1."""
+
+    def factors(self, positions: int) -> NDArray[np.float32]:
+        """Return the factors of the positions from 0 on, float32 [positions]."""
+        steps = np.arange(positions) // self.context
+        return (1.0 + self.rate * np.log1p(steps)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class PositionTable:
+    """Learned embeddings of positions, which are added to those of tokens (Gehring et al., 2017)."""
+
+    rows: int
+    offset: int = 0
+    """Row of position 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import ClassVar, Final
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.norms import Norms
 from headrace.engine.model.roles import Fused, Names, Part, bias, head_norm_roles, matrix, norm
-from headrace.engine.model.rope import Rope
+from headrace.engine.model.rope import PositionTable, QueryGrowth, Rope
 from headrace.ops.stream import Activation, PlainActivation
 
 __all__ = [
@@ -119,6 +119,8 @@ class Attention(MixerSpec):
     o_bias: bool = False
     scale: float | None = None
     """Factor of the scores; None for 1 / sqrt(head_dim)."""
+    growth: QueryGrowth | None = None
+    """Factor of queries that grows with their position; None for none."""
     rotary_dim: int | None = None
     """Number of first elements of each head that are rotated; None for all."""
     interleaved: bool = False
@@ -128,7 +130,8 @@ class Attention(MixerSpec):
     @property
     def has_steps_before_attention(self) -> bool:
         """Whether queries and keys pass operations of their own between their product and attention."""
-        return self.qk_norm_across_heads or self.qk_layer_norm or self.early_rope is not None
+        norms = self.qk_norm_across_heads or self.qk_layer_norm
+        return norms or self.early_rope is not None or self.growth is not None
 
     @property
     def rotated_dim(self) -> int:
@@ -240,15 +243,6 @@ class LayerSpec:
             {**self.norms.parameters(hidden_size, "mixer"), **self.mixer.parameters(hidden_size)},
             {**self.norms.parameters(hidden_size, "feed"), **self.feed.parameters(hidden_size)},
         )
-
-
-@dataclass(frozen=True, slots=True)
-class PositionTable:
-    """Learned embeddings of positions, which are added to those of tokens (Gehring et al., 2017)."""
-
-    rows: int
-    offset: int = 0
-    """Row of position 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,8 @@ class CpuOps:
     token attends to the last `window` tokens, itself included (all if None). `scale` multiplies scores (default
     `D ** -0.5`), and `weigh` turns scores into weights of values (default: softmax, beside sinks if `has_sinks`).
     `dtype` is that of activations, keys and values: bfloat16 or float32. `products` are the kernels for products by
-    weights, in order of preference. `early` is a second pair of tables, for `rotate`.
+    weights, in order of preference. `early` is a second pair of tables, for `rotate`, and `growth_P` one of the factors
+    of queries, for `grow`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class CpuOps:
         has_sinks: bool = False,
         products: Sequence[CpuKernel] = PRODUCTS,
         early: tuple[Tensor, Tensor] | None = None,
+        growth_P: Tensor | None = None,
     ) -> None:
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
@@ -81,7 +83,7 @@ class CpuOps:
         # x * cos + roll(x, D / 2) * sin is the rotation when the first half of sin is negative.
         self._cos_1D = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)
         self._sin_1D = torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1)
-        self._early = early
+        self._early, self._growth_P = early, growth_P
         is_softmax = weigh is None and not has_sinks
         self._pieces = Pieces(kv_heads, head_dim, page_size, dtype, window=window, fuses=is_softmax)
 
@@ -152,6 +154,13 @@ class CpuOps:
     def layer_norm_heads(self, qkv_NX: Tensor, weight_X: Tensor) -> Tensor:
         """Return queries, keys and values with a layer norm of each query and key head."""
         return layer_norm_heads(qkv_NX, weight_X, self.head_dim, self._epsilon)
+
+    def grow(self, qkv_NX: Tensor, step: CpuStep) -> Tensor:
+        """Multiply queries in place by the factors of their positions; return queries, keys and values side by side."""
+        assert self._growth_P is not None
+        factors_N1 = self._growth_P.index_select(0, step.positions_N).unsqueeze(1)
+        qkv_NX[: step.tokens, : self.heads * self.head_dim].mul_(factors_N1)
+        return qkv_NX
 
     def rotate(self, qkv_NX: Tensor, step: CpuStep) -> Tensor:
         """Rotate queries and keys in place by the tables `early`; return queries, keys and values side by side."""

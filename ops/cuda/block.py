@@ -16,6 +16,7 @@ import torch
 
 from headrace.ops.cuda import fused
 from headrace.ops.cuda.attention.steps import ATTENTION, CudaStep, DecodeStep, PrefillStep, WholeStep
+from headrace.ops.cuda.between import BetweenOps
 from headrace.ops.cuda.codes.layout import CodeLayout, codes_of
 from headrace.ops.cuda.experts.packed import CudaExperts, ExpertProducts
 from headrace.ops.cuda.hazards import Launch
@@ -24,7 +25,6 @@ from headrace.ops.cuda.memory.pages import PageMemory
 from headrace.ops.cuda.missing import Missing
 from headrace.ops.cuda.products.fusion import GATED, SQUARED, AddNorm, HeadTargets, Residual, Squares
 from headrace.ops.cuda.products.packed import Chosen, CudaProduct, Products
-from headrace.ops.cuda.rotation import rotate
 from headrace.ops.paged import UNSCALED, KvScales
 from headrace.ops.stream import Stream
 
@@ -40,12 +40,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaOps"]
 
-_EARLY_ROTATION: Final = Launch("the rotation before norms", overlaps=False, writes=frozenset(("activations",)))
 _JOINT: Final = Launch("the joint of heads", overlaps=False, writes=frozenset(("activations",)))
 _EMBEDDING: Final = Launch("the embedding", overlaps=False, writes=frozenset(("activations",)))
 
 
-class CudaOps(Missing):
+class CudaOps(BetweenOps, Missing):
     """The operations of one model's layers that share an attention window."""
 
     def __init__(
@@ -57,6 +56,7 @@ class CudaOps(Missing):
         experts: ExpertProducts | None = None,
         kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
         early_cos_sin_PD: Tensor | None = None,
+        growth_P: Tensor | None = None,
     ) -> None:
         """Compute with heads of `shape`.
 
@@ -67,12 +67,13 @@ class CudaOps(Missing):
             experts: The kernels of experts on that stream; None for those of `EXPERTS`.
             kv_scales: Scales of 8-bit keys and values, by layer; a 16-bit cache has none.
             early_cos_sin_PD: A second rotary table, for `rotate`.
+            growth_P: Factors of queries, float32 [positions], for `grow`.
         """
         self.shape, self.products = shape, products
         self.experts = experts or ExpertProducts(products.arch, products.room)
         self.arch, self.eps, self.pdl = products.arch, products.room.eps, products.room.pdl
         self.device = cos_sin_PD.device
-        self._cos_sin_PD, self._early_cos_sin_PD = cos_sin_PD, early_cos_sin_PD
+        self._cos_sin_PD, self._early_cos_sin_PD, self._growth_P = cos_sin_PD, early_cos_sin_PD, growth_P
         self._still_1D = torch.zeros_like(cos_sin_PD[:1])  # of angles of 0, without a magnitude
         self._still_1D[:, : shape.head_dim // 2] = 1.0
         self.note = products.room.chain.note
@@ -222,36 +223,6 @@ class CudaOps(Missing):
         self.note(self._norm)
         activate_plain(x_NF, activation, pdl=self.pdl)
         return x_NF
-
-    def positions(self, step: CudaStep) -> Tensor:
-        """Return the positions of a step's tokens, which a captured graph reads when it runs."""
-        return step.positions_N if isinstance(step, PrefillStep) else step.inputs.positions_B
-
-    def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
-        """Norm all queries together, and all keys together, in place."""
-        queries, keys = self.shape.heads * self.shape.head_dim, self.shape.kv_heads * self.shape.head_dim
-        for first, size, norm_X in ((0, queries, norms.q_D), (queries, keys, norms.k_D)):
-            part_NX = qkv_NX[:, first : first + size]
-            self.note(self._norm)
-            fused.rms_norm(part_NX, norm_X, self.eps, part_NX, pdl=self.pdl)
-        return qkv_NX
-
-    def layer_norm_heads(self, qkv_NX: Tensor, weight_X: Tensor) -> Tensor:
-        """Norm each query and key head in place."""
-        heads = self.shape.heads + self.shape.kv_heads
-        qk_NX = qkv_NX[:, : heads * self.shape.head_dim]
-        self.note(self._norm)
-        layer_norm(qk_NX, weight_X, None, self.eps, qk_NX, parts=heads, pdl=self.pdl)
-        return qkv_NX
-
-    def rotate(self, qkv_NX: Tensor, step: CudaStep) -> Tensor:
-        """Rotate queries and keys in place by the second table; return queries, keys and values side by side."""
-        assert self._early_cos_sin_PD is not None
-        heads = self.shape.heads + self.shape.kv_heads
-        self.note(_EARLY_ROTATION)
-        qkv_NAD = qkv_NX.view(len(qkv_NX), -1, self.shape.head_dim)
-        rotate(qkv_NAD[:, :heads], self._early_cos_sin_PD, self.positions(step))
-        return qkv_NX
 
     # --- for operations with adapters, too
 

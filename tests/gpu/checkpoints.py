@@ -129,6 +129,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 64, "eos_token_id": []}),
     "ernie 4.5": ("Ernie4_5", {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 32,  # so that the queries of most prompts grow
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "granite": (
         "Granite",
         {

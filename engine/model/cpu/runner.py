@@ -20,7 +20,7 @@ from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
 from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.network.foreign import Network
-from headrace.engine.model.network.rotation import rotation_table
+from headrace.engine.model.network.rotation import growth_table, rotation_table
 from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
@@ -78,6 +78,7 @@ class _Sizes(TypedDict):
     window: int | None
     scale: float | None
     early: tuple[Tensor, Tensor] | None
+    growth_P: Tensor | None
 
 
 def cpu_ops(
@@ -130,6 +131,7 @@ def cpu_ops(
             "window": attention.window,
             "scale": attention.scale,
             "early": None if attention.early_rope is None else table(attention, attention.early_rope),
+            "growth_P": growth_table(attention, max_positions, torch.device("cpu")),
         }
         if context is not None:
             found[attention] = NativeOps(context, **sizes, dtype=dtype)

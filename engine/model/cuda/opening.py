@@ -21,7 +21,7 @@ from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
-from headrace.engine.model.shared.device import BuiltKernels, Device, Limits, fit
+from headrace.engine.model.shared.device import BuiltKernels, Device, Limits, fit, within_context
 from headrace.engine.model.shared.gpu_sizes import DTYPE, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
 from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
@@ -115,6 +115,7 @@ def _open(
     blank: bool,
 ) -> Device:
     limits, memory = gpu_limits(config, spec), WeightMemory(device)
+    spec = within_context(spec, limits.context)
     if isinstance(source, ForeignModel):
         loaded = _load_foreign(config, source, memory, device, arch, kernels)
     else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.cuda.compiling import compiles
 from headrace.engine.model.network.foreign import Network
-from headrace.engine.model.network.rotation import rotation_table
+from headrace.engine.model.network.rotation import growth_table, rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.shape import HeadShape
@@ -87,6 +87,7 @@ def cuda_ops(
             early_cos_sin_PD=(
                 None if attention.early_rope is None else rotations[attention.early_rope, attention.rotary_dim]
             ),
+            growth_P=growth_table(attention, max_positions, device),
         )
         for attention in kinds
     }

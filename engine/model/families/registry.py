@@ -46,6 +46,7 @@ from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.families.hunyuan_v1_dense import HUNYUAN
 from headrace.engine.model.families.llama import LLAMA
 from headrace.engine.model.families.ministral import MINISTRAL
+from headrace.engine.model.families.ministral3 import MINISTRAL3
 from headrace.engine.model.families.mistral import MISTRAL
 from headrace.engine.model.families.olmo2 import OLMO2
 from headrace.engine.model.families.olmo3 import OLMO3
@@ -65,8 +66,8 @@ from headrace.engine.model.spec import DecoderSpec
 __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "has_family", "read_hf_config"]
 
 FAMILIES: Final = (
-    LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4, SEED_OSS,
-    QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS,
+    LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4,
+    SEED_OSS, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS,
     DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
     GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
     STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM,

@@ -95,6 +95,7 @@ def _sizes(
 _DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
     "llama": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
     "mistral": _sizes(32000, 4096, 14336, 32, 32, 8, 131072),
+    "ministral3": _sizes(131072, 4096, 14336, 34, 32, 8, 262144),
     "qwen2": _sizes(151936, 4096, 22016, 32, 32, 32, 32768),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 4, 131072),
     "cohere2": _sizes(256000, 8192, 22528, 40, 64, 64, 8192),

@@ -159,6 +159,13 @@ class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
         """
         ...
 
+    def grow(self, qkv_NX: Tensor, step: _Step) -> Tensor:
+        """Return queries, keys and values side by side with each token's queries times the factor of its position.
+
+        The result may be `qkv_NX` itself, changed in place.
+        """
+        ...
+
     def attend_to_latents(self, queries_NHD: Tensor, latents_ND: Tensor, step: _Step, kv: _Kv, layer: int) -> Tensor:
         """Return the weighted sums of latent vectors, [N, H, C], by softmax(s q [c; k_R]^T) with the mixer's s.
 

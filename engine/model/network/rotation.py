@@ -1,4 +1,4 @@
-"""`rotation_table`: the cosines and sines by which the heads of every position are rotated."""
+"""The cosines and sines by which the heads of every position are rotated, and the factors by which queries grow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 from headrace.engine.model.rope import Rope
 from headrace.engine.model.spec import Attention
 
-__all__ = ["rotation_table"]
+__all__ = ["growth_table", "rotation_table"]
 
 
 def rotation_table(
@@ -35,3 +35,10 @@ def rotation_table(
         cos_PC, sin_PC = cos_PC * rope.magnitude, sin_PC * rope.magnitude
     still = attention.head_dim // 2 - len(frequencies)
     return functional.pad(cos_PC, (0, still), value=1.0), functional.pad(sin_PC, (0, still))
+
+
+def growth_table(attention: Attention, positions: int, device: torch.device) -> Tensor | None:
+    """Return the factor of the queries of each position, float32 [positions]; None if they have none."""
+    if attention.growth is None:
+        return None
+    return torch.from_numpy(attention.growth.factors(positions)).to(device)

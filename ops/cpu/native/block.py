@@ -61,6 +61,7 @@ class NativeOps(CpuOps):
         window: int | None = None,
         scale: float | None = None,
         early: tuple[Tensor, Tensor] | None = None,
+        growth_P: Tensor | None = None,
     ) -> None:
         """Take the threads and memory of `context`, which several may share; the rest is that of `CpuOps`.
 
@@ -79,6 +80,7 @@ class NativeOps(CpuOps):
             scale=scale,
             products=_PRODUCTS,
             early=early,
+            growth_P=growth_P,
         )
         self._context = context
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}

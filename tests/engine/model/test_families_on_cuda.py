@@ -30,7 +30,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 
 LAYER_NORMED = ["starcoder2", "gpt2", "opt", "falcon", "falcon 40b", "cohere2", "gpt neox", "phi", "stablelm"]
-OTHERS = ["hunyuan", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma3"]
+OTHERS = ["hunyuan", "ministral3", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma3"]
 
 
 @pytest.mark.parametrize("family", [*REORDERED, *OTHERS, *LAYER_NORMED, *EXPERTS])
@@ -50,7 +50,19 @@ def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "family",
-    ["phi3", "olmo3", "hunyuan", *REORDERED, "gpt2", "falcon 40b", "gpt neox", "phi", "stablelm", "qwen3 experts"],
+    [
+        "phi3",
+        "olmo3",
+        "hunyuan",
+        "ministral3",
+        *REORDERED,
+        "gpt2",
+        "falcon 40b",
+        "gpt neox",
+        "phi",
+        "stablelm",
+        "qwen3 experts",
+    ],
 )
 def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> None:
     modules = ["q_proj", "k_proj", "v_proj", "o_proj"] if family in EXPERTS else "all-linear"

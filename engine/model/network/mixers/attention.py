@@ -4,7 +4,7 @@
     q, k, v = rope(norm_h(W_q n)), rope(norm_h(W_k n)), W_v n,   n = norm(x)
 
 A model may lack each of these norms, and norm_h may be of each head or of all heads together. It may also come after
-the rotation: q = norm_h(rope(W_q n)).
+the rotation: q = norm_h(rope(W_q n)). Queries may have a factor that grows with their position (Meta AI, 2025).
 Vaswani et al. (2017), Su et al. (2021) for rope, Ainslie et al. (2023) for key heads shared by groups, Henry et al.
 (2020) for norms of heads, Jiang et al. (2023) for windows. Scores and their softmax are the device's.
 """
@@ -39,7 +39,7 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
         self._wide_norms = HeadNorms(vectors["q_norm_X"], vectors["k_norm_X"]) if "q_norm_X" in vectors else None
         self._heads_norm_X = vectors.get("heads_layer_norm_X")
         assert isinstance(spec.mixer, Attention)
-        self._rotates_early = spec.mixer.early_rope is not None
+        self._rotates_early, self._grows = spec.mixer.early_rope is not None, spec.mixer.growth is not None
         self._has_steps_between = spec.mixer.has_steps_before_attention
         self._device, self._layer = ops, layer
         if "sinks_H" in vectors:
@@ -74,4 +74,6 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
             qkv_NX = self._device.layer_norm_heads(qkv_NX, self._heads_norm_X)
         if self._rotates_early:
             qkv_NX = self._device.rotate(qkv_NX, step)
+        if self._grows:
+            qkv_NX = self._device.grow(qkv_NX, step)
         return ops.attend_with(qkv_NX, self._head_norms, step, kv, self._layer)
