@@ -87,6 +87,8 @@ def route(logits_NX: Tensor, routing: Routing, correction_X: Tensor | None = Non
         ranked_NX = _within_groups(ranked_NX, routing)
     ids_NK = _best(ranked_NX, routing.top_k)
     weights_NK = scores_NX.gather(1, ids_NK)
+    if routing.score == "sparsemixer":
+        weights_NK = _mixed_sparsely(logits_NX, ids_NK, routing.margin)
     if routing.score == "softmax_of_chosen":
         weights_NK = torch.softmax(weights_NK, 1)
     if routing.renormalise:
@@ -98,10 +100,21 @@ def _scores(logits_NX: Tensor, score: Score) -> Tensor:
     match score:
         case "softmax":
             return torch.softmax(logits_NX, 1)
-        case "softmax_of_chosen":
+        case "softmax_of_chosen" | "sparsemixer":
             return logits_NX
         case "sigmoid":
             return sigmoid(logits_NX)
+
+
+def _mixed_sparsely(logits_NX: Tensor, ids_NK: Tensor, margin: float) -> Tensor:
+    """Return for each choice its share of the softmax over experts that are left and close to it, float32 [N, K]."""
+    left_NX, weights = logits_NX, []
+    for id_N1 in ids_NK.split(1, dim=1):
+        best_N1 = logits_NX.gather(1, id_N1)
+        far_NX = (best_N1 - logits_NX) / torch.maximum(logits_NX.abs(), best_N1) > margin
+        weights.append(torch.softmax(left_NX.masked_fill(far_NX, -torch.inf), 1).gather(1, id_N1))
+        left_NX = left_NX.scatter(1, id_N1, -torch.inf)
+    return torch.cat(weights, 1)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -131,6 +131,9 @@ class Names:
     prefix: str = "model."
     """Beginning of most names, which a checkpoint lacks that was saved without the class that holds the head; empty
     once it is known to be one."""
+    later: Mapping[str, str] = field(default_factory=dict)
+    """Names that some roles have in checkpoints of transformers 5 that are not written in their former format; the
+    first one's tensor tells."""
     homes: tuple[tuple[str, str], ...] = ()
     """Beginnings that names may have in place of `prefix`, each with what then stands before the name of the head:
     those of a text part within a larger model. Empty for a model of text alone."""
@@ -167,7 +170,15 @@ class Names:
         return kind == "weight" and role in self.transposed
 
     def found_in(self, tensors: Collection[str]) -> Names:
-        """Return the names as a checkpoint with these tensors spells them: without the prefix, or within its home."""
+        """Return the names as a checkpoint with these tensors spells them.
+
+        They may lack the prefix or stand within a home, and some roles may have their later names.
+        """
+        if self.later:
+            telling = f".{next(iter(self.later.values()))}.weight"
+            is_later = any(name.endswith(telling) for name in tensors)
+            roles = {**self.roles, **self.later} if is_later else self.roles
+            return replace(self, roles=roles, later={}).found_in(tensors)
         if not self.homes:
             return self if any(name.startswith(self.prefix) for name in tensors) else self.bare()
         candidates = [self._at_home(*each) for each in self.homes]

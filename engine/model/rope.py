@@ -52,6 +52,10 @@ class RopeScaling(ABC):
             context: Most tokens of a prompt and its completion together.
         """
 
+    def magnitude(self, context: int) -> float | None:
+        """Return the factor of cosines and sines that goes with the context; None for `Rope.magnitude`."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Linear(RopeScaling):
@@ -137,11 +141,17 @@ class LongRope(RopeScaling):
     long: tuple[float, ...]
     original_context: int
     """Most tokens for which `short` is used."""
+    magnitudes: tuple[float, float] | None = None
+    """Factors of cosines and sines with `short` and with `long`; None for `Rope.magnitude` with both."""
 
     def scaled(self, frequencies: Pairs, theta: float, context: int) -> Pairs:
         """Return frequencies divided by the divisors for `context`."""
         divisors = self.long if context > self.original_context else self.short
         return frequencies / np.asarray(divisors, dtype=np.float64)
+
+    def magnitude(self, context: int) -> float | None:
+        """Return the factor of cosines and sines of a model that runs with `context` tokens; None for the rope's."""
+        return None if self.magnitudes is None else self.magnitudes[context > self.original_context]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +210,11 @@ class Rope:
         if self.scaling is not None:
             frequencies = self.scaling.scaled(frequencies, self.theta, context)
         return frequencies.astype(np.float32)
+
+    def magnitude_within(self, context: int) -> float:
+        """Return the factor of cosines and sines of a model that runs with `context` tokens at most."""
+        own = None if self.scaling is None else self.scaling.magnitude(context)
+        return self.magnitude if own is None else own
 
 
 def head_places(head_dim: int, rotary_dim: int, *, interleaved: bool) -> NDArray[np.int64] | None:

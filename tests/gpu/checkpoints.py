@@ -61,6 +61,7 @@ GAINS = {
     "embed_out": 2.5, "mlp.gate.weight": 8.0,
     "embed": 0.5, "head": 2.5, "qkv_proj": 1.2, "v_proj": 2.0, "o_proj": 2.0, "q_proj": 1.2, "k_proj": 1.2,
     "wte": 0.5, "wpe": 0.5, "out_proj": 2.0, "c_attn": 1.4, "query_key_value": 1.4, "c_proj": 1.5, "dense": 1.5,
+    "mlp.router": 8.0,  # which chooses the experts of Phi-3.5-MoE one by one: near ties would move much
 }  # fmt: skip
 """Spread of an output for inputs of order one. More for queries and keys would make the models chaotic: small errors
 would grow from layer to layer, and with them the margin that the judge has to allow. A small embedding keeps a tied
@@ -246,6 +247,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 128,
+        },
+    ),
+    "phi experts": (
+        "Phimoe",
+        {
+            "num_local_experts": 2,  # both always chosen: with more, a near tie of the second and third moves much
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.3,
+            "attention_bias": True,
+            "lm_head_bias": True,
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3}),

@@ -28,6 +28,7 @@ from headrace.engine.model.families.experts.granitemoe import GRANITE_MOE
 from headrace.engine.model.families.experts.granitemoeshared import GRANITE_MOE_SHARED
 from headrace.engine.model.families.experts.mixtral import MIXTRAL
 from headrace.engine.model.families.experts.olmoe import OLMOE
+from headrace.engine.model.families.experts.phimoe import PHI_MOE
 from headrace.engine.model.families.experts.qwen2_moe import QWEN2_MOE
 from headrace.engine.model.families.experts.qwen3_moe import QWEN3_MOE
 from headrace.engine.model.families.falcon import FALCON
@@ -68,7 +69,7 @@ __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "has_family"
 FAMILIES: Final = (
     LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4,
     SEED_OSS, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS,
-    DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
+    PHI_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
     GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
     STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM,
 )  # fmt: skip

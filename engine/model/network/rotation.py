@@ -31,8 +31,8 @@ def rotation_table(
     frequencies = torch.from_numpy(rope.inverse_frequencies(attention.rotated_dim, context or positions))
     angles_PC = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).to(device)
     cos_PC, sin_PC = angles_PC.cos(), angles_PC.sin()
-    if rope.magnitude != 1.0:
-        cos_PC, sin_PC = cos_PC * rope.magnitude, sin_PC * rope.magnitude
+    if (magnitude := rope.magnitude_within(context or positions)) != 1.0:
+        cos_PC, sin_PC = cos_PC * magnitude, sin_PC * magnitude
     still = attention.head_dim // 2 - len(frequencies)
     return functional.pad(cos_PC, (0, still), value=1.0), functional.pad(sin_PC, (0, still))
 

@@ -18,7 +18,7 @@ from headrace.engine.model.cuda.listed import _WORDS, list_kernels
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
 
-EXPERTS = ("qwen3 experts", "qwen2 experts", "mixtral")
+EXPERTS = ("qwen3 experts", "qwen2 experts", "mixtral", "phi experts")
 REORDERED = ("phi-4-mini", "glm", "glm4", "ernie 4.5")
 """Families whose heads are put in another order as they are loaded."""
 SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}

@@ -26,7 +26,12 @@ _ROLES = {
     "shared_gate_up": "shared_mlp.input_linear",
     "shared_down": "shared_mlp.output_linear",
 }
-NAMES = replace(EXPERT_NAMES, roles=_ROLES, joined={"shared_gate_up": ("shared_gate", "shared_up")})
+NAMES = replace(
+    EXPERT_NAMES,
+    roles=_ROLES,
+    joined={"shared_gate_up": ("shared_gate", "shared_up")},
+    later={"router": "block_sparse_moe.router"},
+)
 """Names of the tensors, those of a shared expert included."""
 
 
