@@ -34,6 +34,8 @@ class SharedExpert:
     gated: bool = False
     """Whether its result is multiplied by the sigmoid of one more product of its input."""
     activation: Activation = "silu"
+    gate_dims: Literal[1, 2] = 2
+    """Dimensions of the checkpoint's tensor of that product, [E] or [1, E]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class ExpertsFeed(FeedSpec):
     correction_dims: Literal[0, 1, 2] = 0
     """Dimensions of the checkpoint's tensor of corrections, [X] or [1, X], which are added to scores for the choice
     alone; 0 for a model without."""
+    correction_kind: str = "e_score_correction_bias"
+    """Last part of that tensor's name."""
 
     def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
         """Return the router's product, those of each expert, and those of the shared one."""
@@ -63,7 +67,7 @@ def _parameters(feed: ExpertsFeed, hidden_size: int) -> Mapping[str, Fused]:
     found = {ROUTER: replace(matrix(hidden_size, router=count), in_float32=True)}
     if feed.correction_dims:
         rows, columns = (count, None) if feed.correction_dims == 1 else (1, count)
-        found["correction"] = Fused((Part("correction.e_score_correction_bias", rows),), columns, in_float32=True)
+        found["correction"] = Fused((Part(f"correction.{feed.correction_kind}", rows),), columns, in_float32=True)
     if feed.biased:
         found["router_bias_X"] = Fused((Part("router.bias", count),), None, in_float32=True)
         for name, columns in (("gate_up_proj_bias", 2 * feed.size), ("down_proj_bias", hidden_size)):
@@ -76,7 +80,10 @@ def _parameters(feed: ExpertsFeed, hidden_size: int) -> Mapping[str, Fused]:
         found["shared_gate_up"] = matrix(hidden_size, shared_gate=shared.size, shared_up=shared.size)
         found["shared_down"] = matrix(shared.size, shared_down=hidden_size)
         if shared.gated:
-            found["shared_switch_1E"] = replace(matrix(hidden_size, shared_switch=1), in_float32=True)
+            switch = matrix(hidden_size, shared_switch=1)
+            if shared.gate_dims == 1:
+                switch = Fused((Part("shared_switch.weight", hidden_size),), None)
+            found["shared_switch_1E"] = replace(switch, in_float32=True)
     return MappingProxyType(found)
 
 

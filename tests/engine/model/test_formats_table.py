@@ -9,6 +9,7 @@ from quantised_checkpoints import CASES
 
 from headrace.engine.model.checkpoint.quantised import auto_round, compressed_tensors, modelopt
 from headrace.engine.model.checkpoint.quantised.reader import METHODS
+from headrace.engine.model.families.experts.granitemoeshared import GRANITE_MOE_SHARED
 from headrace.engine.model.families.experts.mixtral import MIXTRAL
 from headrace.engine.model.families.mistral import MISTRAL
 from headrace.engine.model.families.olmo3 import OLMO3
@@ -18,7 +19,12 @@ from headrace.engine.tokens.gguf import PRE_TOKENIZERS
 
 ROOT = Path(__file__).parents[3]
 PLAIN = "float32"
-ALIKE = {MISTRAL.architecture: "as `llama", MIXTRAL.architecture: "as `llama", OLMO3.architecture: "as `olmo2"}
+ALIKE = {
+    MISTRAL.architecture: "as `llama",
+    MIXTRAL.architecture: "as `llama",
+    OLMO3.architecture: "as `olmo2",
+    GRANITE_MOE_SHARED.architecture: "as `granitemoe",
+}
 """Families whose GGUF files call themselves like those of another."""
 
 

@@ -59,7 +59,7 @@ class _SharedFeed(Generic[Packed, Step, Kv]):
     ) -> None:
         self._gate_up = ops.pack(weights.matrices["shared_gate_up"], None)
         self._down = ops.pack(weights.matrices["shared_down"], None)
-        self._switch_1E = weights.vectors["shared_switch_1E"] if shared.gated else None
+        self._switch_1E = weights.vectors["shared_switch_1E"].view(1, -1) if shared.gated else None
         self._ops, self._layer, self._activation = ops, layer, shared.activation
 
     def __call__(self, x_NE: Tensor) -> Tensor:
