@@ -78,9 +78,9 @@ def _routing_in_gguf(header: GgufHeader, routing: Routing) -> Routing:
     scale = header.real(header.key("expert_weights_scale"), 0.0, 1e3, 1.0)
     groups = header.size(header.key("expert_group_count"), routing.experts, 1)
     top_groups = header.size(header.key("expert_group_used_count"), groups, 1)
-    changes = {"scale": scale, "groups": groups, "top_groups": top_groups}
+    by_sigmoids = replace(routing, score="sigmoid", scale=scale, group_score="top2")
     try:
-        return replace(routing, score="sigmoid", group_score="top2", **changes)
+        return replace(by_sigmoids, groups=groups, top_groups=top_groups)
     except ValueError as error:
         header.refuse(header.key("expert_group_count"), f"what the number of experts allows: {error}")
 
