@@ -74,6 +74,7 @@ ARCHITECTURES = {
     "granitemoeshared": "granitemoe",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
 }
 """`model_type` to `general.architecture`."""
 LIKE_LLAMA = ("llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared", "smollm3")
@@ -155,7 +156,11 @@ def apart(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         name = name.replace(".gate.moe_statics.", ".moe_statics.").replace("_correction_bias", "_correction.bias")
         name = name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")
         name = name.replace("block_sparse_moe.experts.", "mlp.experts.")
-        if name.endswith("shared_mlp.input_linear.weight"):
+        if ".mlp.experts." in name and ".mlp.router" not in name and "sinks" not in name and is_turned(state):
+            yield from turned(name, parameter)
+        elif name.endswith("sinks"):
+            yield name + ".weight", parameter
+        elif name.endswith("shared_mlp.input_linear.weight"):
             for role, half in zip(("gate", "up"), parameter.chunk(2, dim=0), strict=True):
                 yield name.replace("shared_mlp.input_linear", f"mlp.shared_expert.{role}_proj"), half
         elif name.endswith("experts.gate_up_proj"):
@@ -163,6 +168,23 @@ def apart(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name.replace("gate_up", role) + ".weight", half
         else:
             yield name + ".weight" * name.endswith("experts.down_proj"), parameter
+
+
+def is_turned(state: dict[str, torch.Tensor]) -> bool:
+    """Whether the experts are those of gpt-oss: stored [in, out], gates and ups in turn."""
+    return any(name.endswith("sinks") for name in state)
+
+
+def turned(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The converter's names and values of gpt-oss's experts and their biases."""
+    is_bias = name.endswith("_bias")
+    plain, kind = name.removesuffix("_bias"), ".bias" if is_bias else ".weight"
+    values = parameter if is_bias else parameter.transpose(-1, -2)
+    if plain.endswith("gate_up_proj"):
+        for role, first in (("gate", 0), ("up", 1)):
+            yield plain.replace("gate_up", role) + kind, values[:, first::2].contiguous()
+    else:
+        yield plain + kind, values.contiguous()
 
 
 def sizes(config: Any) -> Metadata:
@@ -196,6 +218,12 @@ def of_experts(config: Any) -> Metadata:
         shared = getattr(config, "shared_intermediate_size", 0)
         found = {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok}
         return found | ({"expert_shared_feed_forward_length": shared} if shared else {})
+    if kind == "gpt_oss":
+        return {
+            "expert_count": config.num_local_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.intermediate_size,
+        }
     if kind == "qwen2_moe":
         return {
             "expert_count": config.num_experts,
@@ -297,6 +325,8 @@ def special(config: Any) -> Metadata:
         return {"attention.sliding_window": window or 0}
     if kind == "mistral":
         return {"attention.sliding_window": window} if window else {}
+    if kind == "gpt_oss":
+        return {"attention.sliding_window": window}
     if kind in ("olmo3", "exaone4") and window:
         return {"attention.sliding_window": window, "attention.sliding_window_pattern": windowed}
     return {}
@@ -320,7 +350,7 @@ def write_gguf(
     found = {}
     for name, values in tensors.items():
         its_kind = next((each for end, each in (kinds or {}).items() if name.endswith(end)), kind)
-        its_kind = its_kind if values.ndim == 2 else Kind.F32
+        its_kind = its_kind if values.ndim == 2 or (values.ndim == 3 and its_kind is Kind.MXFP4) else Kind.F32
         raw = encoded(values, its_kind, rng, most=2e-4)
         writer.add_tensor(name, raw, raw_dtype=its_kind)
         if (origin := origins.get(name)) is not None:

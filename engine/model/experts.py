@@ -49,11 +49,11 @@ class ExpertsFeed(FeedSpec):
     shared: SharedExpert | None = None
     biased: bool = False
     """Whether router, gates, ups and results have biases, stored as in gpt-oss: each gate's beside its up's."""
+    has_biases_apart: bool = False
+    """Whether those of gates and of ups are stored in tensors of their own, as in GGUF files."""
     correction_dims: Literal[0, 1, 2] = 0
     """Dimensions of the checkpoint's tensor of corrections, [X] or [1, X], which are added to scores for the choice
     alone; 0 for a model without."""
-    correction_kind: str = "e_score_correction_bias"
-    """Last part of that tensor's name."""
 
     def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
         """Return the router's product, those of each expert, and those of the shared one."""
@@ -67,10 +67,13 @@ def _parameters(feed: ExpertsFeed, hidden_size: int) -> Mapping[str, Fused]:
     found = {ROUTER: replace(matrix(hidden_size, router=count), in_float32=True)}
     if feed.correction_dims:
         rows, columns = (count, None) if feed.correction_dims == 1 else (1, count)
-        found["correction"] = Fused((Part(f"correction.{feed.correction_kind}", rows),), columns, in_float32=True)
+        found["correction"] = Fused((Part("correction.e_score_correction_bias", rows),), columns, in_float32=True)
     if feed.biased:
         found["router_bias_X"] = Fused((Part("router.bias", count),), None, in_float32=True)
-        for name, columns in (("gate_up_proj_bias", 2 * feed.size), ("down_proj_bias", hidden_size)):
+        widths = {"gate_up_proj_bias": 2 * feed.size, "down_proj_bias": hidden_size}
+        if feed.has_biases_apart:
+            widths = {"gate_proj_bias": feed.size, "up_proj_bias": feed.size, "down_proj_bias": hidden_size}
+        for name, columns in widths.items():
             found[name] = Fused((Part(f"experts.{name}", count),), columns, in_float32=True)
     gate_up = matrix(hidden_size, expert_gate=feed.size, expert_up=feed.size)
     down = matrix(feed.size, expert_down=hidden_size)

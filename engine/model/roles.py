@@ -113,6 +113,8 @@ class Names:
     """Name of each role, that of an expert's with `{}` for the expert's number."""
     harmless: re.Pattern[str]
     """Names that may be left over: they hold only what is computed from the spec."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Names within a layer of tensors that are not called by their role and kind, by both, such as `q.weight`."""
     kv_scales: tuple[str, ...] = ()
     """Names that the scales of an 8-bit cache may have within a layer, with `{0}` for `k` or `v`."""
     interleaved: bool = False
@@ -146,6 +148,8 @@ class Names:
         """Return the checkpoint's name of a part."""
         role, kind = part.role.split(".")
         prefix = "" if part.layer is None else self.layer_prefix.format(part.layer)
+        if part.role in self.whole:
+            return prefix + self.whole[part.role]
         name = self.roles[role] if part.expert is None else self.roles[role].format(part.expert)
         return f"{prefix}{name}.{kind}"
 

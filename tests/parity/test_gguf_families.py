@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -166,6 +167,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie, experts": (
         "ernie4_5_moe",
         {**EXPERTS, "head_dim": 24, "moe_k": 2, "moe_num_experts": 6, "moe_intermediate_size": 24},
+    ),
+    "gpt-oss, experts": (
+        "gpt_oss",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "sliding_window": WINDOW,
+            "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
     ),
     "glm, experts": (
         "glm4_moe",
@@ -344,6 +355,12 @@ MISTAKES: list[tuple[str, str, Edit]] = [
     ("ernie, experts", "keys not in pairs", moved("attn_k.weight", unpaired)),
     ("ernie, experts", "corrections", corrections),
     ("ernie, experts", "experts of a token", changed(expert_used_count=3)),
+    ("gpt-oss, experts", "sinks", moved("attn_sinks.weight", lambda each: each - 50)),
+    ("gpt-oss, experts", "biases of gates", moved("ffn_gate_exps.bias", np.negative)),
+    ("gpt-oss, experts", "biases of ups", moved("ffn_up_exps.bias", np.negative)),
+    ("gpt-oss, experts", "biases of results", moved("ffn_down_exps.bias", np.negative)),
+    ("gpt-oss, experts", "bias of the router", moved("ffn_gate_inp.bias", np.negative)),
+    ("gpt-oss, experts", "window", changed(attention__sliding_window=0)),
     ("glm, experts", "corrections", corrections),
     ("glm, experts", "scale", changed(expert_weights_scale=None)),
     ("glm, experts", "not renormalised", changed(expert_weights_norm=False)),
@@ -371,7 +388,7 @@ DENSE = {name: case for name, case in CASES.items() if "largest" not in name}
 def test_missing_and_left_over_tensors_are_named(case: str, tmp_path: Path) -> None:
     model, path = reference(case)[0], tmp_path / "tiny.gguf"
     names = [name for name in gguf_of(model)[1] if "blk." not in name or "blk.1." in name]
-    left_over = "blk.1.attn_sinks.weight"
+    left_over = "blk.1.attn_k_b.weight"
     write_gguf(model, path, lambda _metadata, tensors: tensors.update({left_over: np.ones(4, dtype=np.float32)}))
     assert refused(path).field == left_over
     for missing in names:
@@ -484,6 +501,26 @@ def test_norms_with_an_offset_stay_in_float32(tmp_path: Path) -> None:
             weights = load_weights(file, file.spec(), dtype=torch.bfloat16, device="cpu")
         norms = [*weights.final_norm.values(), *weights.layers[0].feed.vectors.values()]
         assert {each.dtype for each in norms} == {wanted}
+
+
+def test_stacks_of_mxfp4_are_what_the_package_makes_of_them(tmp_path: Path) -> None:
+    """As in the published files of gpt-oss, whose experts stay in their codes."""
+    _, changes = CASES["gpt-oss, experts"]
+    model, path = random_model("gpt_oss", **(changes | {"intermediate_size": 32})), tmp_path / "tiny.gguf"
+    write_gguf(model, path, kinds={"_exps.weight": Kind.MXFP4})
+    stacks = {each.name: each for each in gguf.GGUFReader(path).tensors if each.name.endswith("_exps.weight")}
+    with GgufFile(path) as file:
+        weights = load_weights(file, file.spec(), dtype=torch.float32, device="cpu", keep_packed=True)
+    found = weights.layers[1].feed.matrices
+    for expert in range(6):
+        gate, up, down = (
+            gguf.quants.dequantize(stacks[f"blk.1.ffn_{role}_exps.weight"].data, Kind.MXFP4)[expert]
+            for role in ("gate", "up", "down")
+        )
+        gate_up = found[f"gate_up_{expert}"]
+        assert gate_up.format.name == "mxfp4"
+        assert np.array_equal(gate_up.dense(torch.float32).numpy(), np.concatenate((gate, up)))
+        assert np.array_equal(found[f"down_{expert}"].dense(torch.float32).numpy(), down)
 
 
 def squeezed(_metadata: Metadata, tensors: Tensors) -> None:

@@ -28,7 +28,6 @@ SHARED_KEYS: Final = frozenset(("expert_shared_count", "expert_shared_feed_forwa
 """Keys that tell how wide a shared expert is."""
 _ROLES: Final = {
     "router": "ffn_gate_inp",
-    "correction": "exp_probs_b",
     "expert_gate": "ffn_gate_exps.{}",
     "expert_up": "ffn_up_exps.{}",
     "expert_down": "ffn_down_exps.{}",
@@ -38,10 +37,18 @@ _ROLES: Final = {
     "shared_switch": "ffn_gate_inp_shexp",
 }
 
+_WHOLE: Final = {
+    "attention.sinks": "attn_sinks.weight",
+    "correction.e_score_correction_bias": "exp_probs_b.bias",
+    "experts.gate_proj_bias": "ffn_gate_exps.bias",
+    "experts.up_proj_bias": "ffn_up_exps.bias",
+    "experts.down_proj_bias": "ffn_down_exps.bias",
+}
+
 
 def expert_names(header: GgufHeader) -> Names:
     """Return the names of the tensors of a file with experts."""
-    return replace(header.names, roles={**header.names.roles, **_ROLES})
+    return replace(header.names, roles={**header.names.roles, **_ROLES}, whole=_WHOLE)
 
 
 def experts_in_gguf(header: GgufHeader, *, renormalise: bool, size: str = "expert_feed_forward_length") -> ExpertsFeed:
@@ -76,7 +83,7 @@ def shared_in_gguf(header: GgufHeader, feed: ExpertsFeed, *, by_count: bool = Fa
 def corrected_in_gguf(header: GgufHeader, feed: ExpertsFeed) -> ExpertsFeed:
     """Return a feed with the corrections of scores for which the file has a tensor."""
     dims = _dims(header, "exp_probs_b.bias")
-    return feed if dims is None else replace(feed, correction_dims=dims, correction_kind="bias")
+    return feed if dims is None else replace(feed, correction_dims=dims)
 
 
 def leading_dense(header: GgufHeader) -> int:

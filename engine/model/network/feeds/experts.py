@@ -76,9 +76,12 @@ class _SharedFeed(Generic[Packed, Step, Kv]):
 def _experts(feed: ExpertsFeed, weights: SublayerWeights) -> Experts:
     every, vectors, biases = range(feed.routing.experts), weights.vectors, dict[str, Tensor]()
     if feed.biased:
-        mixed_XF = vectors["gate_up_proj_bias"]
+        if feed.has_biases_apart:
+            apart = vectors["gate_proj_bias"], vectors["up_proj_bias"]
+        else:
+            apart = vectors["gate_up_proj_bias"][:, ::2], vectors["gate_up_proj_bias"][:, 1::2]
         biases["router_bias_X"], biases["down_bias_XE"] = vectors["router_bias_X"], vectors["down_proj_bias"]
-        biases["gate_up_bias_XF"] = torch.cat((mixed_XF[:, ::2], mixed_XF[:, 1::2]), 1)
+        biases["gate_up_bias_XF"] = torch.cat(apart, 1)
     return Experts(
         feed.routing,
         weights.vectors[ROUTER],
