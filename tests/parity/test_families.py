@@ -175,6 +175,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama with linear rope": lambda: llama(
         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     ),
+    "llama with dynamic rope": lambda: llama(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}, max_position_embeddings=96
+    ),
     "llama with every bias": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
     "smollm2, tied": lambda: llama(
         tie_word_embeddings=True, hidden_size=48, num_attention_heads=3, num_key_value_heads=1

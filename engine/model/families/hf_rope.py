@@ -74,8 +74,10 @@ def read_rope(
         return _long_rope(rope, theta, max_context, attention.rotated_dim)
     if kind == "yarn":
         return _yarn(rope, theta, max_context)
-    known = "default, linear, llama3, yarn, longrope"
-    refuse(rope.origin, "rope_type", kind, f"{known}: keys are kept" if kind == "dynamic" else known)
+    if kind == "dynamic":  # stretches by a request's length, once that is more than the model's own context
+        rope.real("factor", 1.0, _MOST_FACTOR)
+        return Rope(theta)
+    refuse(rope.origin, "rope_type", kind, "default, linear, llama3, yarn, longrope, dynamic")
 
 
 def _llama3(rope: Fields) -> Llama3:

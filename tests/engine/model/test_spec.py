@@ -459,7 +459,7 @@ def test_published_configs_of_models_with_rotations_of_their_own(name: str, rota
         (HUNYUAN, {"use_cla": True}, "use_cla"),
         (HUNYUAN, {"num_experts": 8}, "num_experts"),
         (HUNYUAN, {"rope_scaling": {"type": "dynamic", "alpha": "x"}}, "alpha"),
-        (HUNYUAN, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type"),
+        (HUNYUAN, {"rope_scaling": {"type": "dynamic", "factor": 0.5}}, "factor"),
     ],
 )
 def test_what_such_models_may_not_say(config: dict[str, Any], change: dict[str, Any], field: str) -> None:
@@ -518,7 +518,8 @@ REFUSED = [
     ({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}}, "short_factor"),
     ({"rope_scaling": {**LONG_ROPE, "short_factor": [0.0] * 8, "long_factor": [1.0] * 8}}, "short_factor"),
     ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
+    ({"rope_scaling": {"type": "dynamic"}}, "factor"),
+    ({"rope_scaling": {"type": "other", "factor": 4.0}}, "rope_type"),
     ({"rope_scaling": {"full_attention": {"rope_type": "default"}, "rope_type": ["x"]}}, "rope_type"),
     ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
     ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor"),
