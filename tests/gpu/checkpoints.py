@@ -203,6 +203,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Falcon",
         {"ffn_hidden_size": 384, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
     ),
+    "command r+": ("Cohere", {"use_qk_norm": True, "logit_scale": 1.0, "tie_word_embeddings": True}),
     "cohere2": (
         "Cohere2",
         {

@@ -5,6 +5,7 @@ A name that is missing, left over or of another shape is an error before anythin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -116,7 +117,12 @@ class Inventory:
             self.refuse(name, f"stored as {found.format.name}", error)
 
     def _check_stacks(self) -> None:
-        """Refuse tensors that hold more experts than the model has."""
+        """Refuse tensors that hold more experts, or norms of more heads, than the model has."""
+        read = Counter(each.tensors[0] for each in self._found.values() if each.place and not each.place.experts)
+        for tensor, heads in read.items():
+            shape = list(self.files.shapes[tensor])
+            if shape[0] != heads:
+                self.refuse(tensor, shape, f"the shape {[heads, *shape[1:]]}")
         for found in self._found.values():
             if found.place is not None and found.place.experts > self._experts:
                 wanted = f"{self._experts}, as the config says"

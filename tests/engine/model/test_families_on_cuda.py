@@ -29,7 +29,18 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
 
 
-LAYER_NORMED = ["starcoder2", "gpt2", "opt", "falcon", "falcon 40b", "cohere2", "gpt neox", "phi", "stablelm"]
+LAYER_NORMED = [
+    "starcoder2",
+    "gpt2",
+    "opt",
+    "falcon",
+    "falcon 40b",
+    "cohere2",
+    "command r+",
+    "gpt neox",
+    "phi",
+    "stablelm",
+]
 OTHERS = ["hunyuan", "ministral3", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma3"]
 
 
