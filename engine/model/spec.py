@@ -56,6 +56,8 @@ class Paged:
     """Elements that each token adds: its key and its value in all heads."""
     window: int | None = None
     """Number of last tokens whose state is read, the newest included; None for all."""
+    source: int | None = None
+    """Number of an earlier layer whose state is read, so that `elements` is 0; None for a state of its own."""
 
 
 @dataclass(frozen=True, slots=True)

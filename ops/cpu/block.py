@@ -18,7 +18,7 @@ from torch.nn import functional
 from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.experts import CpuExperts
 from headrace.ops.cpu.head import CpuHead
-from headrace.ops.cpu.kv import CpuKv
+from headrace.ops.cpu.kv import CpuKv, KvLayout, PageShape
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.norms import layer_norm, layer_norm_heads, rms_norm
 from headrace.ops.cpu.pieces import Pieces
@@ -100,14 +100,14 @@ class CpuOps:
 
     # --- pages
 
-    def page_bytes(self, num_layers: int) -> int:
-        """Return the memory of one page over all layers, in bytes."""
-        return num_layers * self._pieces.plane_bytes
+    @property
+    def page_shape(self) -> PageShape:
+        """Shape of what a layer keeps in a page."""
+        return (2, self.kv_heads, self.page_size, self.head_dim)
 
     def allocate_kv(self, num_layers: int, pages: int) -> CpuKv:
-        """Return zeroed pages for keys and values."""
-        shape = (num_layers, pages, 2, self.kv_heads, self.page_size, self.head_dim)
-        return CpuKv.allocate(shape, self.dtype)
+        """Return zeroed pages for layers that all are of this kind."""
+        return CpuKv.allocate(KvLayout.of([self.page_shape] * num_layers), pages, self.dtype)
 
     # --- a step
 

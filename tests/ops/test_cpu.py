@@ -92,8 +92,8 @@ def run_both(ops: CpuOps, rows: list[Row], seed: int) -> tuple[Tensor, Tensor, T
     torch.manual_seed(seed)
     batch, _, total = lay_out(rows, ops.page_size, seed)
     kv = ops.allocate_kv(2, total)
-    kv.pages_LPsKTD.normal_()
-    before = kv.pages_LPsKTD[1].float().transpose(2, 3)
+    kv.pools[0].normal_()
+    before = kv.pools[0][1].float().transpose(2, 3)
     truth = reference.ReferenceKv(before[:, 0].clone(), before[:, 1].clone())
     width = (ops.heads + 2 * ops.kv_heads) * ops.head_dim
     qkv = torch.randn(batch.positions_N.shape[0], width).to(ops.dtype)
@@ -106,7 +106,7 @@ def run_both(ops: CpuOps, rows: list[Row], seed: int) -> tuple[Tensor, Tensor, T
     q, k = (reference.rope(x, batch.positions_N, cos, sin) for x in (q, k))
     reference.write_kv(truth, batch.slots_N, k, v)
     expected = reference.attention(q, batch, truth, window=ops.window, scale=ops.scale)
-    after = kv.pages_LPsKTD[1].float().transpose(2, 3)
+    after = kv.pools[0][1].float().transpose(2, 3)
     return ours, expected, after, torch.stack((truth.keys, truth.values), dim=1)
 
 
@@ -210,7 +210,7 @@ def test_query_and_key_norms_come_before_the_rotation() -> None:
     q = reference.rope(reference.rms_norm(q, q_norm, 1e-5), batch.positions_N, cos, sin)
     k = reference.rope(reference.rms_norm(k, k_norm, 1e-5), batch.positions_N, cos, sin)
     torch.testing.assert_close(got, q, rtol=1e-5, atol=1e-5)
-    pages = kv.pages_LPsKTD[0]
+    pages = kv.pools[0][0]
     torch.testing.assert_close(pages[[0, 1], 0, :, [3, 1]], k, rtol=1e-5, atol=1e-5)
     assert torch.equal(pages[[0, 1], 1, :, [3, 1]], v)
 
@@ -230,11 +230,11 @@ def test_rows_must_cover_the_tokens_once(tokens: int, decode_at: int, prefill_at
 def test_copied_pages_hold_what_their_sources_held_before_any_copy(dtype: torch.dtype) -> None:
     ops = make_ops(dtype=dtype)
     kv = ops.allocate_kv(3, 5)
-    assert kv.pages_LPsKTD.nbytes == 5 * ops.page_bytes(3)
-    before = kv.pages_LPsKTD.normal_().clone()
+    assert kv.pools[0].nbytes == 5 * kv.page_bytes
+    before = kv.pools[0].normal_().clone()
     kv.copy_pages([(0, 1), (1, 4)])
     kv.copy_pages([])
-    assert torch.equal(kv.pages_LPsKTD, before[:, [0, 0, 2, 3, 1]])
+    assert torch.equal(kv.pools[0], before[:, [0, 0, 2, 3, 1]])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
