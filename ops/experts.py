@@ -66,6 +66,8 @@ class Experts:
     """Biases of gates and ups, float32 [X, 2F]."""
     down_bias_XE: Tensor | None = None
     """Biases of the results, float32, which are weighed with them."""
+    scales_X: Tensor | None = None
+    """Factors of the weights of each expert's results, float32."""
 
     @property
     def size(self) -> int:
@@ -73,13 +75,16 @@ class Experts:
         return self.down[0].shape[1]
 
 
-def route(logits_NX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> Choice:
+def route(
+    logits_NX: Tensor, routing: Routing, correction_X: Tensor | None = None, scales_X: Tensor | None = None
+) -> Choice:
     """Return the experts of each token; of experts that score the same, the one of the lower number comes first.
 
     Args:
         logits_NX: Logits of the router, float32, its bias included.
         routing: How experts are chosen.
         correction_X: Added to the scores for the choice alone.
+        scales_X: Factor of each expert's weight, which counts after weights are made to sum to 1.
     """
     scores_NX = _scores(logits_NX, routing.score)
     ranked_NX = scores_NX if correction_X is None else scores_NX + correction_X
@@ -93,6 +98,8 @@ def route(logits_NX: Tensor, routing: Routing, correction_X: Tensor | None = Non
         weights_NK = torch.softmax(weights_NK, 1)
     if routing.renormalise:
         weights_NK = weights_NK / (weights_NK.sum(1, keepdim=True) + _LEAST_SUM)
+    if scales_X is not None:
+        weights_NK = weights_NK * scales_X[ids_NK]
     return Choice(ids_NK.to(torch.int32), weights_NK * routing.scale)
 
 

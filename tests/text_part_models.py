@@ -90,6 +90,23 @@ TEXT_PARTS: dict[str, Callable[[], Any]] = {
         vision_config=_SIGLIP,
         mm_tokens_per_image=4,
     ),
+    "gemma4": _made(
+        "Gemma4ForConditionalGeneration",
+        text_config=_text(
+            "gemma4_text",
+            num_hidden_layers=4,
+            head_dim=16,
+            global_head_dim=24,
+            sliding_window=_WINDOW,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            num_kv_shared_layers=2,
+            hidden_size_per_layer_input=10,
+            vocab_size_per_layer_input=96,
+            pad_token_id=0,
+        ),
+        vision_config=_IMAGES | {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16},
+        audio_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    ),
     "mistral3": _made(
         "Mistral3ForConditionalGeneration",
         text_config=_text("mistral", head_dim=24, sliding_window=None),

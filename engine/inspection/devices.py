@@ -26,6 +26,7 @@ from headrace.engine.model.shared.gpu_sizes import DTYPE, GRAPH_BYTES, PAGE_SIZE
 from headrace.engine.model.shared.gpu_sizes import FREE_SHARE as GPU_FREE_SHARE
 from headrace.engine.model.shared.memory import free_host_bytes
 from headrace.engine.model.spec import DecoderSpec, DenseFeed, FeedSpec, PlainFeed
+from headrace.engine.model.value_normed import has_normed_values
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import WeightPart
 from headrace.ops.cuda.attention.shape import HeadShape
@@ -204,7 +205,7 @@ def _gpu_capacity(
 
 
 def _gpu_page_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
-    if has_latents(spec):  # which no GPU runs yet: what its pages would take
+    if has_latents(spec) or has_normed_values(spec):  # which no GPU runs yet: what its pages would take
         return spec.cached_elements * PAGE_SIZE * DTYPE.itemsize
     attention = spec.uniform_attention
     shape = HeadShape(

@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, Literal
 
-from headrace.engine.model.roles import Fused, Part, matrix
-from headrace.engine.model.spec import DecoderSpec, FeedSpec
+from headrace.engine.model.roles import Fused, Part, matrix, norm
+from headrace.engine.model.spec import DecoderSpec, DenseFeed, FeedSpec
 from headrace.ops.routing import ExpertActivation, Routing
 from headrace.ops.stream import Activation
 
-__all__ = ["ROUTER", "ExpertsFeed", "SharedExpert", "down_of", "gate_up_of", "is_of_expert", "routing_of"]
+__all__ = [
+    "ROUTER",
+    "ExpertsBesideDense",
+    "ExpertsFeed",
+    "SharedExpert",
+    "down_of",
+    "gate_up_of",
+    "is_of_expert",
+    "routing_of",
+]
 
 ROUTER: Final = "router_XE"
 """Name of a router's weight in `SublayerWeights`."""
@@ -58,6 +67,31 @@ class ExpertsFeed(FeedSpec):
     def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
         """Return the router's product, those of each expert, and those of the shared one."""
         return _parameters(self, hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsBesideDense(ExpertsFeed):
+    """Experts beside a dense feed, whose results are normed and added; what the router reads has a norm of its own.
+
+    Gemma Team (2026), Gemma 4, as transformers computes it (`models/gemma4`).
+    """
+
+    dense: DenseFeed = field(kw_only=True)
+
+    def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
+        """Return the parameters of the experts, those of the dense feed, and the norms between them.
+
+        The router has the weight of its norm, and a factor of each expert's weight.
+        """
+        found = {**_parameters(self, hidden_size), **self.dense.parameters(hidden_size)}
+        for name in ("dense_result_norm", "experts_norm", "experts_result_norm"):
+            found[f"{name}_E"] = norm(**{name: hidden_size})
+        for name, part, size in (
+            ("router_norm_E", "scale", hidden_size),
+            ("expert_scales_X", "per_expert_scale", self.routing.experts),
+        ):
+            found[name] = Fused((Part(f"router_input.{part}", size),), None, is_norm=True, in_float32=True)
+        return found
 
 
 @lru_cache(maxsize=8)

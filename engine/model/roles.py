@@ -110,7 +110,7 @@ class Names:
     layer_prefix: str
     """Prefix of a layer's tensors, with `{}` for the layer's number."""
     roles: Mapping[str, str]
-    """Name of each role, that of an expert's with `{}` for the expert's number."""
+    """Name of each role, that of an expert's with `{}` for the expert's number; empty for what a layer itself has."""
     harmless: re.Pattern[str]
     """Names that may be left over: they hold only what is computed from the spec."""
     whole: Mapping[str, str] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class Names:
         if part.role in self.whole:
             return prefix + self.whole[part.role]
         name = self.roles[role] if part.expert is None else self.roles[role].format(part.expert)
-        return f"{prefix}{name}.{kind}"
+        return f"{prefix}{name}.{kind}" if name else prefix + kind
 
     def stored(self, fused: Fused) -> Fused:
         """Return a parameter as a checkpoint with these names stores it: from fewer parts where some are joined."""

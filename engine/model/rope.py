@@ -28,6 +28,7 @@ __all__ = [
     "Linear",
     "Llama3",
     "LongRope",
+    "Proportional",
     "PositionTable",
     "QueryGrowth",
     "Rope",
@@ -152,6 +153,24 @@ class LongRope(RopeScaling):
     def magnitude(self, context: int) -> float | None:
         """Return the factor of cosines and sines of a model that runs with `context` tokens; None for the rope's."""
         return None if self.magnitudes is None else self.magnitudes[context > self.original_context]
+
+
+@dataclass(frozen=True, slots=True)
+class Proportional(RopeScaling):
+    """A part of the pairs rotated, with the frequencies that they have in a head that is rotated as a whole.
+
+    Gemma Team (2026), Gemma 4, as transformers computes it (`proportional` in `modeling_rope_utils`).
+    """
+
+    part: float
+    """Part of the pairs that are rotated, the first ones."""
+    factor: float = 1.0
+    """Divisor of their frequencies."""
+
+    def scaled(self, frequencies: Pairs, theta: float, context: int) -> Pairs:
+        """Return the first frequencies, divided, and zeros behind them."""
+        rotated = np.arange(len(frequencies)) < int(self.part * 2 * len(frequencies) // 2)
+        return np.where(rotated, frequencies / self.factor, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

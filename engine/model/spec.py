@@ -16,6 +16,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.model.norms import Norms
 from headrace.engine.model.roles import Fused, Names, Part, bias, head_norm_roles, matrix, norm
 from headrace.engine.model.rope import PositionTable, QueryGrowth, Rope
+from headrace.engine.model.tail import LayerTail, PerLayerEmbedding
 from headrace.ops.stream import Activation, PlainActivation
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "Paged",
     "PerRow",
     "PlainFeed",
-    "PositionTable",
     "SinkAttention",
     "SoftcappedAttention",
 ]
@@ -238,12 +238,15 @@ class LayerSpec:
     mixer: MixerSpec
     feed: FeedSpec
     norms: Norms
+    tail: LayerTail | None = None
+    """What follows the feed; None where the layer ends with it."""
 
     def parameters(self, hidden_size: int) -> tuple[dict[str, Fused], dict[str, Fused]]:
-        """Return the parameters of mixer and feed by their names in `SublayerWeights`, norms first."""
+        """Return the parameters of mixer and feed by their names in `SublayerWeights`, norms first, a tail last."""
+        tail = {} if self.tail is None else self.tail.parameters(hidden_size)
         return (
             {**self.norms.parameters(hidden_size, "mixer"), **self.mixer.parameters(hidden_size)},
-            {**self.norms.parameters(hidden_size, "feed"), **self.feed.parameters(hidden_size)},
+            {**self.norms.parameters(hidden_size, "feed"), **self.feed.parameters(hidden_size), **tail},
         )
 
 
@@ -278,6 +281,8 @@ class DecoderSpec:
     """Whether the output head adds a bias to the logits."""
     positions: PositionTable | None = None
     """Learned embeddings of positions; None without."""
+    per_layer: PerLayerEmbedding | None = None
+    """Embeddings that each layer has for itself; None without."""
     checkpoint_dtype: str | None = None
     """Dtype `float32`, `bfloat16` or `float16` if the config names it; None for GGUF, whose tensors differ."""
 
@@ -324,7 +329,7 @@ class DecoderSpec:
         """The different mixers of a model whose layers all attend with heads of one number and size.
 
         Raises:
-            ModelRejected: A layer has other heads, or no attention: one paged cache cannot hold it.
+            ModelRejected: A layer has other heads, or no attention: a GPU's cache cannot hold it.
         """
         found: list[Attention] = []
         for mixer in self.mixer_kinds:

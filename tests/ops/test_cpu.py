@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.ops import reference
 from headrace.ops.cpu import pieces
 from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.kv import CpuKv, KvLayout
 from headrace.ops.cpu.products import pack_product
 from headrace.ops.formats import Stored
 from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
@@ -235,6 +236,26 @@ def test_copied_pages_hold_what_their_sources_held_before_any_copy(dtype: torch.
     kv.copy_pages([(0, 1), (1, 4)])
     kv.copy_pages([])
     assert torch.equal(kv.pools[0], before[:, [0, 0, 2, 3, 1]])
+
+
+def test_layers_with_pages_of_other_shapes_lie_in_pools_of_their_own() -> None:
+    """Pages are copied, kept and dropped in all of them alike, and a layer may see the pages of an earlier one."""
+    narrow, wide = (2, 2, 4, 8), (2, 1, 4, 24)
+    layout = KvLayout.of([narrow, wide, narrow, 0, wide])
+    assert layout.pools == ((2, narrow), (2, wide)) and layout.page_bytes(torch.float32) == 4 * 2 * (128 + 192)
+    kv = CpuKv.allocate(layout, 5, torch.float32)
+    assert [rows.shape for rows in kv.rows] == [(20, 32), (10, 96), (20, 32), (20, 32), (10, 96)]
+    for layer in (0, 1, 2, 4):
+        kv.slots[layer][:] = layer + torch.arange(len(kv.slots[layer]))[:, None] / 100
+    assert torch.equal(kv.rows[3], kv.rows[0])
+    before = [pool.clone() for pool in kv.pools]
+    kv.copy_pages([(0, 1), (1, 4)])
+    smaller = kv.resized(2)
+    larger = smaller.resized(3)
+    for pool, was, cut, grown in zip(kv.pools, before, smaller.pools, larger.pools, strict=True):
+        assert torch.equal(pool, was[:, [0, 0, 2, 3, 1]]) and torch.equal(cut, was[:, [0, 0]])
+        assert torch.equal(grown[:, :2], cut) and not grown[:, 2].any()
+    assert larger.num_pages == 3 and torch.equal(larger.rows[3], larger.rows[0])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])

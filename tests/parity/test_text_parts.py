@@ -34,7 +34,7 @@ from headrace.engine.tokens.tokenizer import Tokenizer
 from headrace.server.commands.model_facts import print_facts
 
 LENGTHS = (45, 17)
-WITHOUT_FORMER_NAMES = ("idefics", "smolvlm", "qwen3_vl", "glm4v", "cohere2_vision")
+WITHOUT_FORMER_NAMES = ("idefics", "smolvlm", "qwen3_vl", "glm4v", "cohere2_vision", "gemma4")
 """Models whose files have had one set of names; transformers writes those of the others under their former names."""
 
 

@@ -6,7 +6,7 @@ step can be launched before this one is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, TypeAlias, TypedDict
 
@@ -79,6 +79,7 @@ class _Sizes(TypedDict):
     scale: float | None
     early: tuple[Tensor, Tensor] | None
     growth_P: Tensor | None
+    only_queries: bool
 
 
 def cpu_ops(
@@ -114,9 +115,7 @@ def cpu_ops(
     if has_latents(spec):
         return _latent_ops(spec, page_size, max_positions, dtype, products, context)
     found: dict[MixerSpec, CpuOps] = {}
-    for attention in spec.mixer_kinds:
-        if not isinstance(attention, Attention):
-            refuse(spec.architecture, "the mixer of a layer", attention, "attention")
+    for attention in _attentions(spec):
         variant = variants.get(attention.scores)
         if variant is None and attention.scores not in _OWN_SCORES:
             known = ", ".join((*_OWN_SCORES, *variants))
@@ -134,6 +133,7 @@ def cpu_ops(
             "scale": attention.scale,
             "early": None if attention.early_rope is None else table(attention, attention.early_rope),
             "growth_P": growth_table(attention, max_positions, torch.device("cpu")),
+            "only_queries": attention.state.source is not None,
         }
         if context is not None:
             found[attention] = NativeOps(context, **sizes, dtype=dtype)
@@ -142,6 +142,13 @@ def cpu_ops(
             has_sinks = isinstance(attention, SinkAttention)
             found[attention] = CpuOps(**sizes, dtype=dtype, weigh=weigh, has_sinks=has_sinks, products=products)
     return found
+
+
+def _attentions(spec: DecoderSpec) -> Iterator[Attention]:
+    for mixer in spec.mixer_kinds:
+        if not isinstance(mixer, Attention):
+            refuse(spec.architecture, "the mixer of a layer", mixer, "attention")
+        yield mixer
 
 
 def kv_layout(spec: DecoderSpec, ops: Mapping[MixerSpec, CpuOps]) -> KvLayout:

@@ -25,6 +25,7 @@ from headrace.engine.model.shared.device import BuiltKernels, Device, Limits, fi
 from headrace.engine.model.shared.gpu_sizes import DTYPE, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
 from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
+from headrace.engine.model.value_normed import has_normed_values
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import WeightPart
 
@@ -277,12 +278,15 @@ def checked_arch(config: EngineConfig, spec: DecoderSpec, device: torch.device, 
 
     Raises:
         DeviceUnavailable: The GPU cannot run any model.
-        ModelRejected: The model has latent attention, which no kernel computes yet.
+        ModelRejected: The model has latent attention or normed values, which no kernel computes yet.
         InvalidParams: An option does not fit the model or the device.
     """
     if has_latents(spec):
         supported = "attention to keys and values on a GPU, device='cpu', or perhaps model_impl='transformers'"
         refuse(spec.architecture, "the mixer of a layer", "latent attention", supported)
+    if has_normed_values(spec):
+        supported = "attention without norms of values on a GPU, or device='cpu'"
+        refuse(spec.architecture, "the mixer of a layer", "attention with normed values", supported)
     arch = _arch(config, device)
     _check_attention(config, spec, arch, kernels)
     for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, PAGE_SIZE)):

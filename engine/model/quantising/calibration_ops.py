@@ -145,6 +145,10 @@ class CalibrationOps:
         """Return queries, keys and values with a layer norm of each query and key head."""
         return layer_norm_heads(qkv_NX, weight_X, self._mixer.head_dim, self._epsilon)
 
+    def norm_values(self, qkv_NX: Tensor) -> NoReturn:
+        """Raise `ModelRejected`: norms of values are not computed here."""
+        refuse("model", "the values of a layer's heads", "with norms", "without norms, to calibrate with data")
+
     def rotate(self, qkv_NX: Tensor, step: int) -> Tensor:
         """Return queries, keys and values with queries and keys rotated."""
         assert self._early_table is not None

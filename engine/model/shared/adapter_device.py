@@ -18,6 +18,7 @@ from headrace.engine.model.experts import routing_of
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.rope import head_places
 from headrace.engine.model.spec import DecoderSpec, DenseFeed, PlainFeed
+from headrace.engine.model.value_normed import has_normed_values
 
 __all__ = ["adapter_device", "adapter_granules", "adapter_shape"]
 
@@ -33,6 +34,9 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
     """
     if has_latents(spec):
         refuse(spec.architecture, "adapter_slots", "more than 0", "0: adapters do not update latent attention")
+    if has_normed_values(spec):
+        limit = "0: adapters do not update layers whose heads differ in number and size"
+        refuse(spec.architecture, "adapter_slots", "more than 0", limit)
     attention = spec.uniform_attention
     for other in spec.attention_kinds:
         if (other.rotated_dim, other.interleaved) != (attention.rotated_dim, attention.interleaved):

@@ -12,8 +12,8 @@ import transformers
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.families.registry import from_hf
-from headrace.engine.model.rope import UNROTATED
-from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, Norms, PlainFeed, PositionTable
+from headrace.engine.model.rope import UNROTATED, PositionTable
+from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, Norms, PlainFeed
 
 STARCODER2 = {
     "architectures": ["Starcoder2ForCausalLM"],

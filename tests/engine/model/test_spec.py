@@ -517,7 +517,7 @@ REFUSED = [
     ({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0] * 8}}, "long_factor"),
     ({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}}, "short_factor"),
     ({"rope_scaling": {**LONG_ROPE, "short_factor": [0.0] * 8, "long_factor": [1.0] * 8}}, "short_factor"),
-    ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type"),
+    ({"rope_scaling": {"rope_type": "axial"}}, "rope_type"),
     ({"rope_scaling": {"type": "dynamic"}}, "factor"),
     ({"rope_scaling": {"type": "other", "factor": 4.0}}, "rope_type"),
     ({"rope_scaling": {"full_attention": {"rope_type": "default"}, "rope_type": ["x"]}}, "rope_type"),

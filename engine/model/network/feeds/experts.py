@@ -21,7 +21,7 @@ from headrace.engine.model.spec import LayerSpec
 from headrace.ops.experts import Experts, sigmoid
 from headrace.ops.stream import Stream
 
-__all__ = ["RoutedFeed"]
+__all__ = ["RoutedFeed", "experts_of"]
 
 
 class RoutedFeed(Generic[Packed, Step, Kv]):
@@ -33,7 +33,7 @@ class RoutedFeed(Generic[Packed, Step, Kv]):
         self._entry = Entry(weights.vectors, ops)
         self.entry_norm_E: Tensor | None = self._entry.norm_E
         self._result_norm_E = weights.vectors.get("result_norm_E")
-        self._experts = ops.pack_experts(_experts(spec.feed, weights))
+        self._experts = ops.pack_experts(experts_of(spec.feed, weights))
         shared = spec.feed.shared
         self._shared = None if shared is None else _SharedFeed(shared, weights, ops, layer)
 
@@ -73,7 +73,8 @@ class _SharedFeed(Generic[Packed, Step, Kv]):
         return (y_NE * share_N1).to(y_NE.dtype)
 
 
-def _experts(feed: ExpertsFeed, weights: SublayerWeights) -> Experts:
+def experts_of(feed: ExpertsFeed, weights: SublayerWeights) -> Experts:
+    """Return a layer's router and experts as they are stored."""
     every, vectors, biases = range(feed.routing.experts), weights.vectors, dict[str, Tensor]()
     if feed.biased:
         if feed.has_biases_apart:
@@ -89,5 +90,6 @@ def _experts(feed: ExpertsFeed, weights: SublayerWeights) -> Experts:
         tuple(weights.matrices[down_of(expert)] for expert in every),
         feed.activation,
         correction_X=vectors["correction"].flatten() if feed.correction_dims else None,
+        scales_X=vectors.get("expert_scales_X"),
         **biases,
     )
