@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import peft
 import pytest
 import tiny_models
 import torch
@@ -19,11 +21,15 @@ from model_driver import OPERATIONS, ModelUnderTest, capacity
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headrace.engine import Engine, ModelRejected
+from headrace.adapters.files import read_adapter
+from headrace.adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
+from headrace.engine import AdapterRejected, Engine, ModelRejected
 from headrace.engine.model.checkpoint.weights import load_weights
+from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.experts import ExpertsBesideDense
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.rope import Proportional, Rope
+from headrace.engine.model.shared.adapter_device import adapter_shape
 from headrace.engine.model.spec import DecoderSpec, LayerSpec
 from headrace.engine.model.value_normed import ValueNormedAttention
 from headrace.ops.cpu.block import CpuOps
@@ -142,6 +148,59 @@ def test_an_answer_has_the_same_bits_in_every_company(name: str, tmp_path: Path)
     for chunk, prompt in FEW_CUTS.values():
         for wanted, found in zip(alone, tested.logits(sequences, chunk, prompt), strict=True):
             assert torch.equal(found, wanted)
+
+
+UPDATED = {
+    "dense": ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens"],
+    "experts": ["q_proj", "k_proj", "o_proj"],
+    "small": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("native", OPERATIONS)
+@pytest.mark.parametrize("name", UPDATED)
+def test_adapters_update_layers_of_different_sizes(name: str, native: bool, tmp_path: Path) -> None:
+    model, sequences, plain = reference(name)
+    model.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=4, target_modules=rf".*\.({'|'.join(UPDATED[name])})")
+    wrapped = peft.get_peft_model(copy.deepcopy(model), config).eval()
+    torch.manual_seed(2)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, 0.0, 0.15)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    with torch.inference_mode():
+        expected = wrapped(input_ids=torch.tensor([sequences[0]])).logits[0]
+    assert float((expected - plain[0]).abs().max()) > 0.05, "the adapter does nothing"
+    spec, tested = ModelUnderTest.load(tmp_path / "base", native=native)
+    tested.bank = CpuBank(2, 8, torch.float32)
+    tested.bank.put(1, 0, read_adapter(tmp_path / "adapter", adapter_shape(spec), torch.float32, max_rank=8))
+    found = tested.logits([sequences[1], sequences[0]], 7, 30, [-1, 1])
+    torch.testing.assert_close(found[0], plain[1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(found[1], expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("dense", "layers.2.self_attn.v_proj"),  # its values are its keys
+        ("small", "layers.5.self_attn.k_proj"),  # it reads those of an earlier layer
+        ("small", "layers.1.per_layer_input_gate"),
+        ("experts", "layers.1.mlp.up_proj"),
+    ],
+)
+def test_adapters_of_what_a_layer_does_not_have_are_refused(name: str, tensor: str, tmp_path: Path) -> None:
+    key = f"base_model.model.model.{tensor}.lora"
+    save_file({f"{key}_A.weight": torch.ones(4, 64), f"{key}_B.weight": torch.ones(8, 4)}, tmp_path / WEIGHTS_FILE)
+    config: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"target_modules": [tensor.rpartition(".")[2]]}))
+    shape = adapter_shape(from_hf(config_of(name)))
+    with pytest.raises(AdapterRejected, match=tensor):
+        read_adapter(tmp_path, shape, torch.float32, max_rank=8)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3}))
+    with pytest.raises(AdapterRejected, match="no virtual tokens"):
+        read_adapter(tmp_path, shape, torch.float32, max_rank=8)
 
 
 def mixed(**changes: Any) -> Callable[[LayerSpec], LayerSpec]:
