@@ -107,6 +107,21 @@ TEXT_PARTS: dict[str, Callable[[], Any]] = {
         vision_config=_IMAGES | {"model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16},
         audio_config={"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     ),
+    "gemma4_unified": _made(
+        "Gemma4UnifiedForConditionalGeneration",
+        text_config=_text(
+            "gemma4_unified_text",
+            head_dim=16,
+            global_head_dim=24,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            sliding_window=_WINDOW,
+            layer_types=["sliding_attention", "full_attention"],
+            pad_token_id=0,
+        ),
+        vision_config={"mm_embed_dim": 32},
+        audio_config={},
+    ),
     "mistral3": _made(
         "Mistral3ForConditionalGeneration",
         text_config=_text("mistral", head_dim=24, sliding_window=None),

@@ -339,6 +339,21 @@ def test_configs_before_entries_for_each_layer_are_read_alike() -> None:
     assert from_hf({**config, "per_layer_config": padded}) == from_hf(config)
 
 
+def test_a_unified_model_has_no_embeddings_of_layers() -> None:
+    """Its configs do not say so."""
+    config = config_of("dense")
+    short = {name: value for name, value in config.items() if name not in ("hidden_size_per_layer_input", "model_type")}
+    unified = from_hf(short | {"architectures": ["Gemma4UnifiedForCausalLM"]})
+    assert replace(unified, architecture="Gemma4ForCausalLM") == from_hf(config)
+    assert from_hf(short).per_layer is not None
+    with pytest.raises(ModelRejected, match="hidden_size_per_layer_input"):
+        from_hf(
+            config
+            | {"architectures": ["Gemma4UnifiedForCausalLM"], "model_type": "gemma4_unified_text"}
+            | {"hidden_size_per_layer_input": 8}
+        )
+
+
 def test_keys_and_values_without_a_use_are_left_unread(tmp_path: Path) -> None:
     """Published files hold them for layers that share those of others, too."""
     model, _, _ = reference("small")

@@ -1,4 +1,4 @@
-"""Gemma 4, its text models: dense ones (31B), those with experts (26B-A4B) and small ones (E2B, E4B).
+"""Gemma 4, its text models: dense ones (12B, 31B), those with experts (26B-A4B) and small ones (E2B, E4B).
 
 Gemma Team (2026), as transformers computes it (`models/gemma4`). Layers without a window have heads of their own number
 and size, in which a part of the pairs rotates. In small models the last layers read the keys and values of earlier
@@ -25,7 +25,7 @@ from headrace.engine.model.spec import LIMITS, DecoderSpec, DenseFeed, LayerSpec
 from headrace.engine.model.tail import LayerTail, PerLayerEmbedding
 from headrace.engine.model.value_normed import ValueNormedAttention
 
-__all__ = ["GEMMA4", "GEMMA4_NAMES"]
+__all__ = ["GEMMA4", "GEMMA4_NAMES", "GEMMA4_UNIFIED"]
 
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
@@ -190,21 +190,34 @@ def _names(config: HfConfig, own: int) -> Names:
     return replace(GEMMA4_NAMES, harmless=re.compile(rf"{GEMMA4_NAMES.harmless.pattern}|{unread}"))
 
 
+def _from_unified(config: HfConfig) -> DecoderSpec:
+    return _from_config(config.spelled({}, _UNIFIED))
+
+
+_UNIFIED: Final = {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262144, "sliding_window": 1024}
+_HEEDED: Final = frozenset(
+    (
+        "attention_k_eq_v",
+        "final_logit_softcapping",
+        "num_kv_shared_layers",
+        "per_layer_config",
+        "use_bidirectional_attention",
+    )
+)
+
 GEMMA4 = Family(
     "Gemma4ForCausalLM",
     "gemma4_text",
     _from_config,
-    heeds=frozenset(
-        (
-            "attention_k_eq_v",
-            "enable_moe_block",
-            "final_logit_softcapping",
-            "hidden_size_per_layer_input",
-            "num_experts",
-            "num_kv_shared_layers",
-            "per_layer_config",
-            "use_bidirectional_attention",
-        )
-    ),
+    heeds=_HEEDED | {"enable_moe_block", "hidden_size_per_layer_input", "num_experts"},
     headless="Gemma4TextModel",
 )
+
+GEMMA4_UNIFIED = Family(
+    "Gemma4UnifiedForCausalLM",
+    "gemma4_unified_text",
+    _from_unified,
+    heeds=_HEEDED,
+    headless="Gemma4UnifiedTextModel",
+)
+"""The same without experts and embeddings of layers, of which images and sound need no encoder: 12B."""

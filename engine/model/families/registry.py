@@ -36,7 +36,7 @@ from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gemma import GEMMA
 from headrace.engine.model.families.gemma2 import GEMMA2
 from headrace.engine.model.families.gemma3_text import GEMMA3
-from headrace.engine.model.families.gemma4_text import GEMMA4
+from headrace.engine.model.families.gemma4_text import GEMMA4, GEMMA4_UNIFIED
 from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.glm import GLM
 from headrace.engine.model.families.glm4 import GLM4
@@ -68,9 +68,9 @@ from headrace.engine.model.spec import DecoderSpec
 __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "has_family", "read_hf_config"]
 
 FAMILIES: Final = (
-    LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3,
-    EXAONE4, SEED_OSS, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE_4_5_MOE, GLM4_MOE,
-    GPT_OSS, PHI_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
+    LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, PHI3, GRANITE, SMOLLM3,
+    OLMO2, OLMO3, EXAONE4, SEED_OSS, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
+    ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS, PHI_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
     GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
     STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM,
 )  # fmt: skip

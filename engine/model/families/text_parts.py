@@ -52,11 +52,13 @@ _LLAVA: Final = ("vision_tower", "multi_modal_projector")
 _NEXT: Final = (*_LLAVA, "image_newline")
 _IDEFICS: Final = ("vision_model", "connector")
 _AUDIO: Final = ("audio_tower", "multi_modal_projector")
+_UNIFIED: Final = ("embed_vision", "vision_embedder", "embed_audio")
 _GEMMA4: Final = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 
 MULTIMODAL: Final = (
     Multimodal("Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", _LLAVA),
     Multimodal("Gemma4ForConditionalGeneration", "gemma4", "gemma4_text", _GEMMA4),
+    Multimodal("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", "gemma4_unified_text", _UNIFIED),
     Multimodal("Mistral3ForConditionalGeneration", "mistral3", "mistral", _LLAVA),
     Multimodal("Qwen2VLForConditionalGeneration", "qwen2_vl", "qwen2_vl_text", ("visual",), has_own_text=True),
     Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "qwen2_vl_text", ("visual",), has_own_text=True),
@@ -101,6 +103,7 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
     "qwen2": _sizes(151936, 4096, 22016, 32, 32, 32, 32768),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 4, 131072),
     "gemma4_text": _sizes(262144, 2304, 9216, 30, 8, 4, 131072),
+    "gemma4_unified_text": _sizes(262144, 2304, 9216, 30, 8, 4, 262144),
     "cohere2": _sizes(256000, 8192, 22528, 40, 64, 64, 8192),
     "qwen2_vl_text": {
         **_sizes(152064, 8192, 29568, 80, 64, 8, 32768),
