@@ -279,7 +279,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
 def test_a_correction_in_the_weights_changes_logits(
     native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def corrected(logits_NX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> Choice:
+    def corrected(logits_NX: Tensor, routing: Routing, correction_X: Tensor | None, _: None) -> Choice:
         choice = route(logits_NX, routing, correction_X)
         assert correction_X is not None
         weights_NK = (torch.softmax(logits_NX, 1) + correction_X).gather(1, choice.ids_NK.long())
