@@ -214,6 +214,7 @@ def make_requests(
             jumps=grammar is not None and shaping is None and _takes_runs(asking),
             processor=_processor(asking, version),
             alone=params.deterministic,
+            speculates=_speculates(asking, grammar),
             deadline=asking.ends,
         )
         requests.append(
@@ -236,6 +237,12 @@ def _processor(asking: Asking, version: AdapterVersion | None) -> LogitsProcesso
         return given
     virtual = version.virtual_tokens
     return lambda tokens, logits_V: given(tokens[virtual:], logits_V)
+
+
+def _speculates(asking: Asking, grammar: Grammar | None) -> bool:
+    """Return whether drafts may be verified: nothing outside the device has a say in each token before the next."""
+    params = asking.params
+    return params.speculate and grammar is None and asking.logits_processor is None and not params.deterministic
 
 
 def _takes_runs(asking: Asking) -> bool:

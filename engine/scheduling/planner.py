@@ -42,10 +42,10 @@ class Planner:
         self._suspension = suspension
 
     def plan_decodes(self, plan: StepPlan, running: Sequence[Request]) -> list[Request]:
-        """Plan one token of each request that owes one token and samples the next.
+        """Plan one token of each request that owes one token and samples the next, and drafts behind it.
 
         Args:
-            plan: A plan without work items; decodes are added to it.
+            plan: A plan without work items; decodes are added to it. Its depth is how many drafts each may have.
             running: Requests in service order; planning may preempt some of them.
 
         Returns:
@@ -67,14 +67,43 @@ class Planner:
                     request.plain_until = min(request.room(page_size), request.limit - 2)
             decodes.append(request)
             starts.append(start)
-            request.ready = start
+            request.ready = start - request.reach
             request.planned = start + 1
             request.known = start + 2
             request.latest_step = step
             request.in_flight += 1
         plan.rows += [request.row for request in decodes]
         plan.tokens = len(decodes)
+        if plan.depth:
+            self._plan_drafts(plan, len(running))
         return prefills
+
+    def _plan_drafts(self, plan: StepPlan, spare: int) -> None:
+        """Plan drafts behind the tokens of decodes, as far as limits allow and pages do that nobody else needs.
+
+        Args:
+            plan: A plan whose decodes are planned.
+            spare: Pages to leave for others, so that drafts preempt nobody now or in the next step.
+        """
+        size = self._pool.page_size
+        for request in plan.decodes:
+            drafts = 0
+            if request.asked.speculates and not request.leaving:
+                wanted = min(plan.depth, request.limit - request.known)
+                while request.room(size) < request.planned + wanted and self._pool.available > spare:
+                    page = self._pool.allocate()
+                    assert page is not None, "an available page is not to be had"
+                    index = request.place.first_page + len(request.place.pages)
+                    plan.entries.append(PageEntry(request.row, index, page))
+                    request.place.pages.append(page)
+                drafts = max(0, min(wanted, request.room(size) - request.planned))
+                request.reach += drafts
+                request.planned += drafts
+                request.known += drafts
+            plan.drafts.append(drafts)
+        plan.tokens += sum(plan.drafts)
+        if not any(plan.drafts):
+            plan.drafts, plan.depth = [], 0
 
     def plan_tokens(self, plan: StepPlan, request: Request, most: int) -> int:
         """Plan up to `most` of the tokens that `request` owes, as far as pages allow; return how many were planned."""
@@ -85,7 +114,7 @@ class Planner:
         samples = start + count == request.known and request.asked.pooling is None
         plan.others.append(Work(request, request.row, start, count, samples))
         plan.tokens += count
-        request.ready = start
+        request.ready = start - request.reach
         request.latest_step = plan.step
         request.planned = start + count
         request.in_flight += 1
@@ -114,16 +143,18 @@ class Planner:
             self._slide(request)
         size = self._pool.page_size
         pages = request.place.pages
-        index = request.planned // size - request.place.first_page
-        if request.forked and index < len(pages) and not self._pool.is_writable(pages[index]):
-            page = self._obtain(request)
-            if page is None:
-                return 0
-            plan.copies.append((pages[index], page))
-            request.place.copied = plan.step
-            self._pool.release(pages[index : index + 1])
-            pages[index] = page
-            plan.entries.append(PageEntry(request.row, request.place.first_page + index, page))
+        index = request.sure // size - request.place.first_page
+        while request.forked and index < len(pages):
+            if not self._pool.is_writable(pages[index]):
+                page = self._obtain(request)
+                if page is None:
+                    return 0
+                plan.copies.append((pages[index], page))
+                request.place.copied = plan.step
+                self._pool.release(pages[index : index + 1])
+                pages[index] = page
+                plan.entries.append(PageEntry(request.row, request.place.first_page + index, page))
+            index += 1
         while request.room(size) < request.planned + count:
             page = self._obtain(request)
             if page is None:
