@@ -18,8 +18,8 @@ class Speculation:
     def __init__(self, most: int, capacity: Capacity, choose: Callable[[int, int], int] | None = None) -> None:
         """Verify up to `most` drafts a row and step; `choose` takes the place of `DepthRule.choose`, for tests."""
         self.rule = DepthRule(most)
-        self.steps = 0
-        """Number of rows of steps that verified drafts, at least one each."""
+        self.runs = 0
+        """Number of rows of steps that verified drafts."""
         self.drafted = 0
         self.accepted = 0
         self.accepted_at = [0] * most
@@ -42,7 +42,7 @@ class Speculation:
             self.rule.observe_runs(plan.drafts, counts[: len(plan.drafts)])
             for drafted, count in zip(result.drafted, counts, strict=False):
                 if drafted:
-                    self.steps += 1
+                    self.runs += 1
                     self.drafted += drafted
                     self.accepted += count - 1
                     for place in range(count - 1):
