@@ -20,6 +20,7 @@ __all__ = [
     "QuantizeHeadOption",
     "QuantizeOption",
     "SeedOption",
+    "SpeculateOption",
     "chosen_model",
     "shares_of",
     "sizes_of",
@@ -68,6 +69,14 @@ ContextOption = Annotated[
 DefaultsOption = Annotated[
     str,
     typer.Option(help="Sampling values of requests that give none: model takes those of its files, none OpenAI's."),
+]
+SpeculateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculate",
+        help="Guess the next tokens and verify several in one step, such as ngram or ngram:k=4,longest=4; answers stay "
+        "the same. On a CPU.",
+    ),
 ]
 QuantizeOption = Annotated[
     Literal["fp8", "int8", "int4"] | None,

@@ -29,6 +29,7 @@ from headrace.server.commands.arguments import (
     ImplementationOption,
     ModelArgument,
     SeedOption,
+    SpeculateOption,
     chosen_model,
 )
 from headrace.server.commands.flags import flags_named
@@ -190,6 +191,7 @@ def serve(
     block_size: BlockOption = 16,
     enable_prefix_caching: PrefixOption = True,
     seed: SeedOption = 0,
+    speculate: SpeculateOption = None,
     lora_modules: AdapterOption = None,
     adapter_folder: AdapterFolderOption = None,
     max_loras: SlotsOption = 0,
@@ -243,6 +245,7 @@ def serve(
         "page_size": block_size,
         "prefix_cache": enable_prefix_caching,
         "seed": seed,
+        "speculation": speculate,
         "adapter_slots": max_loras or (16 if chosen["adapters"] or adapter_folder else 0),
         "max_adapter_rank": max_lora_rank,
         "policy": _policy(scheduling_policy, len(chosen["api_keys"]) + len(chosen["admin_keys"]), background_last),
