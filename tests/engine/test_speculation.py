@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tiny_models import chat_folder
+from torch import Tensor
 
-from headrace.engine import Completion, Engine, InvalidParams, SamplingParams
+from headrace.engine import Completion, Engine, EngineConfig, InvalidParams, SamplingParams
+from headrace.engine.model.cpu.drafts import CpuDrafts, Verified, verify
+from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.drafting.ngram import NgramDrafter
+from headrace.engine.scheduling.plan import Work
 from headrace.engine.scheduling.speculation.depth import DepthRule
-from headrace.engine.speculation import Ngram
+from headrace.engine.speculation import Ngram, speculation_of
 from headrace.ops.cpu.native.library import library
+from headrace.ops.cpu.shape import Shaper
 
 native = pytest.mark.skipif(library() is None, reason="no C compiler, or a processor without AVX2")
 
@@ -190,3 +195,182 @@ def test_drafts_change_nothing(
                 assert counts.swaps > 0
 
     anyio.run(run)
+
+
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def bug(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    BUGS[plant.__name__] = plant
+    return plant
+
+
+@bug
+def one_accepted_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verifies(logits_SV: Tensor, works: Sequence[Work], drafted: Sequence[int], *rest: Any) -> list[Verified]:
+        tokens_RN: NDArray[np.int64] = rest[0]
+        guesses = [tokens_RN[work.row, work.start + 1 : work.start + work.num_tokens].tolist() for work in works]
+        found = verify(logits_SV, works, drafted, *rest)
+        for each, guess in zip(found, guesses, strict=True):
+            if len(each.tokens) <= len(guess):
+                each.tokens[-1] = guess[len(each.tokens) - 1]
+        return found
+
+    monkeypatch.setattr("headrace.engine.model.cpu.runner.verify", verifies)
+
+
+@bug
+def noise_of_the_next_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    choosing = CpuRows.choosing
+
+    def shifted(self: CpuRows, work: Work) -> Any:
+        found = choosing(self, work)
+        return found._replace(position=found.position + (work.num_tokens > 1 and work.start > 30))
+
+    monkeypatch.setattr(CpuRows, "choosing", shifted)
+
+
+@bug
+def stale_counts_of_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = Shaper.append
+    calls = iter(range(10**9))
+    monkeypatch.setattr(Shaper, "append", lambda self, token: append(self, token) if next(calls) % 2 else None)
+
+
+@bug
+def drafts_left_in_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    reach = CpuDrafts.reach
+    monkeypatch.setattr(CpuDrafts, "reach", lambda self, row, length: reach(self, row, length + (length % 7 == 0)))
+
+
+@native
+@pytest.mark.parametrize("name", BUGS)
+def test_answers_tell_planted_bugs(name: str, model: Path, alone: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = Oracle(0.3)
+    oracle.known = [answer.prompt_token_ids + choice.token_ids for answer in alone.values() for choice in answer.choices]
+    guess_by(monkeypatch, oracle, always(4))
+    BUGS[name](monkeypatch)
+
+    async def run() -> None:
+        async with Engine(model, speculation=Ngram(), **options()) as engine:
+            assert told(await ask_all(engine)) != told(alone)
+
+    anyio.run(run)
+
+
+@native
+def test_turns_go_on_behind_stop_strings_and_branches_from_the_middle_of_a_run(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several tokens come at once, of which those behind a stop string belong to nobody."""
+
+    async def talk(engine: Engine) -> list[Any]:
+        heard: list[Any] = []
+        for seed in range(6):
+            params = SamplingParams(temperature=1.2, seed=seed, max_tokens=30, stop=["e", "a", "i"])
+            async with engine.stream("once upon a time", params) as stream:
+                first = [token async for token in stream]
+                heard.append(([token.id for token in first], stream.usage.completion_tokens))
+                await stream.send(" and then")
+                heard.append(([token.id async for token in stream], stream.usage.prompt_tokens))
+            async with engine.stream("once upon", SamplingParams(temperature=1.0, seed=seed, max_tokens=20)) as stream:
+                await anext(stream)
+                async with stream.fork(seed=seed) as branch:
+                    heard.append([token.id async for token in branch])
+                heard.append([token.id async for token in stream])
+        return heard
+
+    async def run(**more: Any) -> list[Any]:
+        async with Engine(model, **options(**more)) as engine:
+            return await talk(engine)
+
+    before = anyio.run(run)
+    known = [heard for heard in before if isinstance(heard, list)]
+    guess_by(monkeypatch, lambda tokens, most: _going_on(known, list(tokens), most), always(4))
+    assert anyio.run(lambda: run(speculation=Ngram())) == before
+
+
+def _going_on(known: Sequence[list[int]], tokens: list[int], most: int) -> list[int]:
+    """What followed the last two tokens anywhere in what is known."""
+    for each in known:
+        for at in range(2, len(each)):
+            if each[at - 2 : at] == tokens[-2:]:
+                return each[at : at + most]
+    return [0] * most
+
+
+@native
+def test_cancelled_requests_give_everything_back(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guess_by(monkeypatch, lambda tokens, most: [0] * most, always(4))
+
+    async def run() -> None:
+        async with Engine(model, speculation=Ngram(), **options(launch_ahead=4)) as engine:
+            for count in range(8):
+                async with engine.stream("one two", SamplingParams(max_tokens=100, ignore_eos=True)) as stream:
+                    for _ in range(count):
+                        await anext(stream)
+            with anyio.fail_after(5):
+                while engine.stats().pages_held:
+                    await anyio.sleep(0.01)
+
+    anyio.run(run)
+
+
+@native
+def test_requests_may_go_without(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guesser = guess_by(monkeypatch, lambda tokens, most: [1] * most, always(4))
+
+    async def run() -> None:
+        async with Engine(model, speculation=Ngram(), **options()) as engine:
+            await engine.generate("one two", SamplingParams(max_tokens=8, speculate=False))
+            assert guesser.count == engine.stats().drafted_tokens == 0
+            await engine.generate("one two", SamplingParams(max_tokens=8))
+            stats = engine.stats()
+            assert guesser.count == stats.drafted_tokens > 0
+            assert stats.draft_runs > 0 and stats.mean_accepted_length == 1.0 and stats.speculation_depth >= 0
+
+    anyio.run(run)
+
+
+def slow_guess(tokens: Sequence[int], longest: int, most: int) -> list[int]:
+    """The definition: the latest earlier place with the most equal tokens before it, and what follows, repeated."""
+    for count in range(longest, 1, -1):
+        for end in range(len(tokens) - 1, count - 1, -1):
+            if len(tokens) > count and list(tokens[end - count : end]) == list(tokens[-count:]):
+                known = list(tokens)
+                for ahead in range(most):
+                    known.append(known[end + ahead])
+                return known[len(tokens) :]
+    return []
+
+
+def test_ngrams_are_those_of_the_definition() -> None:
+    chance = random.Random(2)
+    drafter, some = NgramDrafter(4), 0
+    for _ in range(2000):
+        tokens = [chance.randrange(chance.choice([2, 4, 9])) for _ in range(chance.randint(0, 14))]
+        most = chance.randint(1, 5)
+        drafts = drafter.draft(np.array(tokens, np.int64), most)
+        assert drafts == slow_guess(tokens, 4, most), tokens
+        some += bool(drafts)
+    assert some > 300
+
+
+def test_ways_of_guessing_are_values_or_text(tmp_path: Path) -> None:
+    assert speculation_of("ngram") == Ngram(k=4, longest=4) == EngineConfig(model="m", speculation="ngram").speculation
+    assert speculation_of("ngram:k=2,longest=3") == Ngram(2, 3)
+    assert EngineConfig(model="m").speculation is None
+    for wanted, field, message in (
+        ("ngrams", "speculation", "must begin with one of ngram"),
+        (3, "speculation", "must be None, a value such as"),
+        ("ngram:n=3", "speculation.n", "only k, longest"),
+        ("ngram:k=0", "speculation.k", "from 1 to 16, got 0"),
+        ("ngram:k=many", "speculation.k", "from 1 to 16, got 'many'"),
+        ("ngram:longest=1", "speculation.longest", "from 2 to 32"),
+    ):
+        with pytest.raises(InvalidParams, match=message) as refused:
+            EngineConfig(model="m", speculation=wanted)  # type: ignore[arg-type]
+        assert refused.value.field == field
+    with pytest.raises(InvalidParams, match="from 1 to 16") as refused:
+        Ngram(k=17)
+    assert refused.value.limit == {"ge": 1, "le": 16}
