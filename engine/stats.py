@@ -141,7 +141,7 @@ class EngineStats:
     accepted_tokens: int
     """Drafts that were right, and so became tokens."""
     accepted_by_position: tuple[int, ...]
-    """Those by their position in the run, from the first on."""
+    """Right drafts by their position in the run, from the first on."""
     sleep_level: int
     """Level of sleep: 0 while the engine is awake; above 0, requests wait and there are no pages."""
     steps: int

@@ -17,7 +17,7 @@ from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import Chosen, NoToken, StepPart, StepResult
 from headrace.engine.scheduling.roster import Roster
 from headrace.engine.scheduling.shaping import Report
-from headrace.engine.scheduling.speculation.runs import runs_of
+from headrace.engine.scheduling.speculation.runs import gain_run, runs_of, true_part
 from headrace.engine.scheduling.suspension import Suspension
 
 __all__ = ["Commits"]
@@ -116,7 +116,7 @@ class Commits:
             token = result.instead.get(index, result.ids[index])
             part = StepPart(index, start, start + count, samples, token, index, result)
             if request.asked.speculates and index < len(plan.decodes):
-                part = self._true_part(request, part, index, token)
+                part = true_part(request, part, index, token)
             self._commit_one(request, part)
         return Committed(gained, tokens, self._new_emissions())
 
@@ -133,26 +133,14 @@ class Commits:
             part = StepPart(index, start, start + count, samples, token, first, result)
             if index >= len(plan.decodes):
                 self._commit_one(request, part)
-            elif self._gain_run(request, plan.drafts[index], ids, isinstance(token, NoToken)):
+            elif not isinstance(token, NoToken) and gain_run(request, plan.drafts[index], ids, self._vocab_size):
+                self._roster.charge(request, len(ids) - 1)
+                self._prefixes.offer(request)
                 gained += [request] * len(ids)
                 tokens += ids
             else:
                 self._commit_run(request, part, plan.drafts[index], ids)
         return Committed(gained, tokens, self._new_emissions())
-
-    def _gain_run(self, request: Request, drafts: int, ids: Sequence[int], is_odd: bool) -> bool:
-        """Append a run of tokens to those of a plain request that goes on; return False if it needs a closer look."""
-        end = len(request.tokens) + len(ids)
-        if is_odd or end > request.plain_until + 1 or not request.stop_ids.isdisjoint(ids):
-            return False
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            return False
-        request.in_flight -= 1
-        request.settle(drafts, len(ids))
-        self._roster.charge(request, len(ids) - 1)
-        request.tokens += ids
-        self.advance(request, end - 1)
-        return True
 
     def _commit_run(self, request: Request, part: StepPart, drafts: int, ids: Sequence[int]) -> None:
         """Commit a decode one token after the other, until its request ends."""
@@ -163,16 +151,10 @@ class Commits:
         self._roster.charge(request, len(ids) - 1)
         for place, token in enumerate(ids[:-1], part.place):
             if not _has_ended(request):
-                self._take(request, self._true_part(request, part, place, token))
+                self._take(request, true_part(request, part, place, token))
         last = part.place + len(ids) - 1
         latest = part.result.instead.get(last, ids[-1])
-        self._commit_one(request, self._true_part(request, part, last, latest))
-
-    @staticmethod
-    def _true_part(request: Request, part: StepPart, place: int, token: int | NoToken) -> StepPart:
-        """Return the part of a step that gave a speculating request the token at `place` among the step's ids."""
-        end = len(request.tokens)  # the plan has an upper bound
-        return part._replace(start=end - 1, end=end, place=place, token=token)
+        self._commit_one(request, true_part(request, part, last, latest))
 
     def _take(self, request: Request, part: StepPart) -> None:
         """Give a request that has not ended its part of a step."""

@@ -15,6 +15,7 @@ from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.plan import GivenTokens, PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.roster import Roster
+from headrace.engine.scheduling.speculation.planning import plan_drafts
 from headrace.engine.scheduling.suspension import Suspension
 
 __all__ = ["Planner"]
@@ -75,35 +76,8 @@ class Planner:
         plan.rows += [request.row for request in decodes]
         plan.tokens = len(decodes)
         if plan.depth:
-            self._plan_drafts(plan, len(running))
+            plan_drafts(plan, self._pool, len(running))
         return prefills
-
-    def _plan_drafts(self, plan: StepPlan, spare: int) -> None:
-        """Plan drafts behind the tokens of decodes, as far as limits allow and pages do that nobody else needs.
-
-        Args:
-            plan: A plan whose decodes are planned.
-            spare: Pages to leave for others, so that drafts preempt nobody now or in the next step.
-        """
-        size = self._pool.page_size
-        for request in plan.decodes:
-            drafts = 0
-            if request.asked.speculates and not request.leaving:
-                wanted = min(plan.depth, request.limit - request.known)
-                while request.room(size) < request.planned + wanted and self._pool.available > spare:
-                    page = self._pool.allocate()
-                    assert page is not None, "an available page is not to be had"
-                    index = request.place.first_page + len(request.place.pages)
-                    plan.entries.append(PageEntry(request.row, index, page))
-                    request.place.pages.append(page)
-                drafts = max(0, min(wanted, request.room(size) - request.planned))
-                request.reach += drafts
-                request.planned += drafts
-                request.known += drafts
-            plan.drafts.append(drafts)
-        plan.tokens += sum(plan.drafts)
-        if not any(plan.drafts):
-            plan.drafts, plan.depth = [], 0
 
     def plan_tokens(self, plan: StepPlan, request: Request, most: int) -> int:
         """Plan up to `most` of the tokens that `request` owes, as far as pages allow; return how many were planned."""

@@ -109,7 +109,6 @@ class Scheduler:
         self.resizing = Resizing(self.roster, self.suspension, self.pool, self.swaps, window)
         self._itl_target = itl_target
         self.speculation = speculation
-        """Depth and counts of drafts; None if no step verifies any."""
 
     @property
     def capacity(self) -> Capacity:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 __all__ = [
+    "BlockOption",
     "ContextOption",
     "DefaultsOption",
     "DeviceOption",
@@ -65,6 +66,9 @@ ContextOption = Annotated[
         help="Most tokens of a prompt and its answer together; left out, what the model was made for.",
         min=2,
     ),
+]
+BlockOption = Annotated[
+    int, typer.Option("--block-size", "--page-size", help="Tokens in a page of keys and values.", min=1)
 ]
 DefaultsOption = Annotated[
     str,

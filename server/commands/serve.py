@@ -21,6 +21,7 @@ from rich.console import Console
 from headrace.engine import InvalidParams
 from headrace.engine.tools import format_names
 from headrace.server.commands.arguments import (
+    BlockOption,
     ContextOption,
     DefaultsOption,
     DeviceOption,
@@ -99,9 +100,6 @@ MemoryOption = Annotated[
 KvDtypeOption = Annotated[
     str,
     typer.Option("--kv-cache-dtype", "--kv-dtype", help="Type of keys and values: auto is --dtype; fp8 needs a GPU."),
-]
-BlockOption = Annotated[
-    int, typer.Option("--block-size", "--page-size", help="Tokens in a page of keys and values.", min=1)
 ]
 PrefixOption = Annotated[
     bool,

@@ -149,9 +149,7 @@ def _of_drafts(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("spec_decode_num_draft_tokens", "Drafts that steps verified.", stats.drafted_tokens)
     yield _counter("spec_decode_num_accepted_tokens", "Drafts that were right.", stats.accepted_tokens)
     what = "Drafts that were right, by their position in the run."
-    by_position = CounterMetricFamily(
-        "headrace:spec_decode_num_accepted_tokens_per_pos", what, labels=["position"]
-    )
+    by_position = CounterMetricFamily("headrace:spec_decode_num_accepted_tokens_per_pos", what, labels=["position"])
     for position, count in enumerate(stats.accepted_by_position):
         by_position.add_metric([str(position)], count)
     yield by_position

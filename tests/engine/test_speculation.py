@@ -21,6 +21,7 @@ from headrace.engine.model.drafting.ngram import NgramDrafter
 from headrace.engine.scheduling.plan import Work
 from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.speculation import Ngram, speculation_of
+from headrace.engine.testing import no_pages_held
 from headrace.ops.cpu.native.library import library
 from headrace.ops.cpu.shape import Shaper
 
@@ -129,6 +130,11 @@ def alone(model: Path) -> Answers:
     return anyio.run(run)
 
 
+def wholes(answers: Answers) -> list[list[int]]:
+    """The tokens of prompts and answers together."""
+    return [each.prompt_token_ids + choice.token_ids for each in answers.values() for choice in each.choices]
+
+
 def always(depth: int) -> Callable[..., int]:
     return lambda self, rows, context: depth
 
@@ -173,9 +179,7 @@ def test_drafts_change_nothing(
 ) -> None:
     guess = DRAFTERS[name]()
     if isinstance(guess, Oracle):
-        guess.known = [
-            answer.prompt_token_ids + choice.token_ids for answer in alone.values() for choice in answer.choices
-        ]
+        guess.known = wholes(alone)
     guesser = guess_by(monkeypatch, guess, random_depths(4) if "launch_ahead" in more else always(4))
 
     async def run() -> None:
@@ -247,7 +251,7 @@ def drafts_left_in_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", BUGS)
 def test_answers_tell_planted_bugs(name: str, model: Path, alone: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = Oracle(0.3)
-    oracle.known = [answer.prompt_token_ids + choice.token_ids for answer in alone.values() for choice in answer.choices]
+    oracle.known = wholes(alone)
     guess_by(monkeypatch, oracle, always(4))
     BUGS[name](monkeypatch)
 
@@ -309,9 +313,7 @@ def test_cancelled_requests_give_everything_back(model: Path, monkeypatch: pytes
                 async with engine.stream("one two", SamplingParams(max_tokens=100, ignore_eos=True)) as stream:
                     for _ in range(count):
                         await anext(stream)
-            with anyio.fail_after(5):
-                while engine.stats().pages_held:
-                    await anyio.sleep(0.01)
+            await no_pages_held(engine)
 
     anyio.run(run)
 

@@ -6,16 +6,35 @@ Each function plants one, and its name says what happens then. No tests here: te
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from simulation.mutations import planted, replace
 from simulation.rig import Rig
 
+from headrace.engine.scheduling import commit, planner
 from headrace.engine.scheduling.plan import PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Request
 from headrace.engine.testing import ScriptedStep, scripted_token
 
 __all__: list[str] = []
+
+
+def during(owner: object, method: str, module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
+    """Put `make(old)` in the place of a function of `module` while `owner` runs a method, for this rig alone."""
+
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*values: Any, **named: Any) -> Any:
+            old = getattr(module, name)
+            setattr(module, name, make(old))
+            try:
+                return call(*values, **named)
+            finally:
+                setattr(module, name, old)
+
+        return called
+
+    replace(owner, method, wrap)
 
 
 @planted
@@ -103,14 +122,14 @@ def bounds_are_one_short(rig: Rig) -> None:
 
         return gains
 
-    replace(rig.scheduler.commits, "_gain_run", make)
+    during(rig.scheduler, "commit", commit, "gain_run", make)
 
 
 @planted
 def bounds_are_never_made_closer(rig: Rig) -> None:
     def make(gain_run: Callable[..., bool]) -> Callable[..., bool]:
-        def gains(request: Request, drafts: int, ids: Any, is_odd: bool) -> bool:
-            gained = gain_run(request, drafts, ids, is_odd)
+        def gains(request: Request, drafts: int, ids: Any, vocab_size: int) -> bool:
+            gained = gain_run(request, drafts, ids, vocab_size)
             if gained:
                 request.known += drafts + 1 - len(ids)
                 request.planned += drafts + 1 - len(ids)
@@ -118,7 +137,7 @@ def bounds_are_never_made_closer(rig: Rig) -> None:
 
         return gains
 
-    replace(rig.scheduler.commits, "_gain_run", make)
+    during(rig.scheduler, "commit", commit, "gain_run", make)
 
 
 @planted
@@ -144,24 +163,24 @@ def further_tokens_are_for_nothing(rig: Rig) -> None:
 @planted
 def drafts_are_charged_whether_they_are_right_or_not(rig: Rig) -> None:
     def make(gain_run: Callable[..., bool]) -> Callable[..., bool]:
-        def gains(request: Request, drafts: int, ids: Any, is_odd: bool) -> bool:
-            gained = gain_run(request, drafts, ids, is_odd)
+        def gains(request: Request, drafts: int, ids: Any, vocab_size: int) -> bool:
+            gained = gain_run(request, drafts, ids, vocab_size)
             if gained:
                 rig.scheduler.roster.charge(request, drafts + 1 - len(ids))
             return gained
 
         return gains
 
-    replace(rig.scheduler.commits, "_gain_run", make)
+    during(rig.scheduler, "commit", commit, "gain_run", make)
 
 
 @planted
 def drafts_pass_the_limit(rig: Rig) -> None:
-    planner, size = rig.scheduler._planner, rig.capacity.page_size
+    size = rig.capacity.page_size
 
-    def make(plan_drafts: Callable[[StepPlan, int], None]) -> Callable[[StepPlan, int], None]:
-        def plans(plan: StepPlan, spare: int) -> None:
-            plan_drafts(plan, spare)
+    def make(plan_drafts: Callable[..., None]) -> Callable[..., None]:
+        def plans(plan: StepPlan, *rest: Any) -> None:
+            plan_drafts(plan, *rest)
             for index, request in enumerate(plan.decodes if plan.drafts else ()):
                 if plan.drafts[index] and request.known == request.limit and request.room(size) > request.planned:
                     plan.drafts[index] += 1
@@ -172,21 +191,21 @@ def drafts_pass_the_limit(rig: Rig) -> None:
 
         return plans
 
-    replace(planner, "_plan_drafts", make)
+    during(rig.scheduler, "plan", planner, "plan_drafts", make)
 
 
 @planted
 def drafts_are_planned_without_pages(rig: Rig) -> None:
-    def make(plan_drafts: Callable[[StepPlan, int], None]) -> Callable[[StepPlan, int], None]:
-        def plans(plan: StepPlan, spare: int) -> None:
-            plan_drafts(plan, spare)
+    def make(plan_drafts: Callable[..., None]) -> Callable[..., None]:
+        def plans(plan: StepPlan, *rest: Any) -> None:
+            plan_drafts(plan, *rest)
             if plan.drafts:
                 pages = {(entry.row, entry.place) for entry in plan.entries}
                 plan.entries = [entry for entry in plan.entries if not _is_last(entry, plan, pages)]
 
         return plans
 
-    replace(rig.scheduler._planner, "_plan_drafts", make)
+    during(rig.scheduler, "plan", planner, "plan_drafts", make)
 
 
 def _is_last(entry: PageEntry, plan: StepPlan, pages: set[tuple[int, int]]) -> bool:

@@ -142,7 +142,8 @@ class StepWatch:
         """Budgets, decodes first, and nothing for requests that have ended or are paused."""
         works = plan.works
         assert works and len(works) <= self._capacity.max_rows
-        assert plan.tokens == sum(work.num_tokens for work in works) + sum(plan.drafts) <= self._capacity.max_batched_tokens
+        computed = sum(work.num_tokens for work in works) + sum(plan.drafts)
+        assert plan.tokens == computed <= self._capacity.max_batched_tokens
         assert len({work.row for work in works}) == len({work.request.id for work in works}) == len(works)
         new = {row.row for row in plan.new_rows}
         decodes = [owed.get(work.request.id) == 1 and work.row not in new for work in works]

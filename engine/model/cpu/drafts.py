@@ -6,7 +6,7 @@ Owns the true lengths of these rows; never runs the model. Next to read: runner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from headrace.engine.model.drafting.ngram import Drafter
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
+from headrace.engine.scheduling.result import NoToken, StepResult
 from headrace.engine.scheduling.shaping import Report
 
-__all__ = ["Choose", "CpuDrafts", "Verified", "verify"]
+__all__ = ["Choose", "CpuDrafts", "Verified", "verify", "with_verified"]
 
 Choose: TypeAlias = Callable[[Tensor, Sequence[Work]], tuple[list[int], dict[int, Report]]]
-"""Chooses the token behind each of some works by its logits, float [works, vocabulary], stores it and counts it; returns
-the ids, or codes in place of ids, and reports by index."""
+"""Chooses, stores and counts the token behind each of some works by its logits, float [works, vocabulary]; returns the
+ids, or codes in place of ids, and reports by index."""
 
 
 class Verified(NamedTuple):
@@ -47,13 +48,15 @@ class CpuDrafts:
         for new in plan.new_rows:
             self._lengths[new.row] = new.start + len(new.tokens) if new.speculates else 0
 
-    def place(self, plan: StepPlan, tokens_RN: NDArray[np.int64]) -> tuple[list[Work], list[int]]:
-        """Return the works of `plan` where they truly are, with the tokens of their drafts, and how many drafts these
-        are.
+    def place(
+        self, plan: StepPlan, tokens_RN: NDArray[np.int64], goes_on: Callable[[int], bool]
+    ) -> tuple[list[Work], list[int]]:
+        """Return the works of `plan` where they truly are, their drafts included, and the number of drafts of each.
 
         Args:
             plan: A plan that has been applied.
             tokens_RN: int64 [rows, positions], where drafts are put behind the tokens of their rows.
+            goes_on: Returns whether a row has not ended; one that has needs no drafts.
         """
         works = list(plan.each_work())
         drafted = [0] * len(works)
@@ -62,7 +65,7 @@ class CpuDrafts:
             if not length:
                 continue
             drafts: list[int] = []
-            if plan.drafts and plan.drafts[index]:
+            if plan.drafts and plan.drafts[index] and goes_on(row):
                 drafts = self._drafter.draft(tokens_RN[row, :length], plan.drafts[index])
                 tokens_RN[row, length : length + len(drafts)] = drafts
             works[index] = works[index]._replace(start=length - 1, num_tokens=1 + len(drafts))
@@ -119,3 +122,29 @@ def verify(
         ]
         ahead += 1
     return found
+
+
+def with_verified(result: StepResult, verified: Mapping[int, Verified], drafted: Sequence[int]) -> StepResult:
+    """Return a result in which the ids of some work items are followed by those that right drafts gave.
+
+    Args:
+        result: A result with one id for each work item, the first of those that it chose.
+        verified: What the work items that sample chose.
+        drafted: Number of drafts that were verified for each of the plan's decodes.
+    """
+    ids: list[int] = []
+    counts: list[int] = []
+    instead: dict[int, NoToken] = {}
+    reports: dict[int, Report] = {}
+    for index, first in enumerate(result.ids):
+        place, run = len(ids), [first]
+        if index in verified:
+            run, told = verified[index]
+            reports.update({place + at: report for at, report in told.items() if run[at] >= 0})
+        if index in result.instead:
+            instead[place] = result.instead[index]
+        elif run[-1] < 0:
+            instead[place + len(run) - 1] = NoToken(run[-1])
+        ids += run
+        counts.append(len(run))
+    return result._replace(ids=ids, counts=counts, instead=instead, reports=reports, drafted=drafted)

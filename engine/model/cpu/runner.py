@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.cpu.adapters import CpuBank
-from headrace.engine.model.cpu.drafts import CpuDrafts, Verified, verify
+from headrace.engine.model.cpu.drafts import CpuDrafts, Verified, verify, with_verified
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
 from headrace.engine.model.drafting.ngram import Drafter
@@ -26,7 +26,7 @@ from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
-from headrace.engine.model.shared.results import step_result, with_runs
+from headrace.engine.model.shared.results import step_result
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, SinkAttention, SoftcappedAttention
 from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan, Work
 from headrace.engine.scheduling.result import Choice, StepResult
@@ -251,12 +251,7 @@ class CpuRunner:
     def _run(self, plan: StepPlan) -> StepResult:
         decoder = self._decoder
         assert decoder is not None
-        if plan.spills and self._host is not None:
-            self._host.spill(self._kv.pages_LPsKTD, plan.spills)
-        self._rows.update(plan)
-        self._kv.copy_pages(plan.copies)
-        if plan.fetches and self._host is not None:
-            self._host.fetch(self._kv.pages_LPsKTD, plan.fetches)
+        self._apply(plan)
         works, drafted = self._placed(plan)
         tokens = [0] * len(works)
         if self._rows.all_stopped(works):
@@ -276,15 +271,15 @@ class CpuRunner:
         count = len(batch.last_S)
         verified: dict[int, Verified] = {}
         if count:
-            sampling = [works[index] for index in batch.samplers]
             logits_SV = decoder.logits(hidden_SE[:count], self._adapted(batch.adapted_samplers))
             self._any.rest()
-            found: Mapping[int, Report]
-            runs: Mapping[int, Sequence[int]]
-            if count > len(sampling):
+            found: dict[int, Report] = {}
+            runs: dict[int, Sequence[int]] = {}
+            if count > len(batch.samplers):
                 verified = self._verify(logits_SV, works, batch.samplers, drafted)
-                chosen, found, runs = [verified[index].tokens[0] for index in batch.samplers], {}, {}
+                chosen = [verified[index].tokens[0] for index in batch.samplers]
             else:
+                sampling = [works[index] for index in batch.samplers]
                 chosen, found, runs = self._rows.options.choose(logits_SV, sampling, batch.choosing, self._rows.known)
                 self._append(sampling, chosen)
             place = 0
@@ -309,18 +304,23 @@ class CpuRunner:
         result = step_result(
             tokens, reports=reports, prompt_reports=prompts, pooled=pooled, choices=choices, forced=forced
         )
-        if not verified:
-            return result
-        run_of = {index: each.tokens for index, each in verified.items()}
-        told = {index: each.reports for index, each in verified.items()}
-        return with_runs(result, run_of, told, drafted[: len(plan.decodes)])
+        return with_verified(result, verified, drafted[: len(plan.decodes)]) if verified else result
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Take in what a plan changes before its works."""
+        if plan.spills and self._host is not None:
+            self._host.spill(self._kv.pages_LPsKTD, plan.spills)
+        self._rows.update(plan)
+        self._kv.copy_pages(plan.copies)
+        if plan.fetches and self._host is not None:
+            self._host.fetch(self._kv.pages_LPsKTD, plan.fetches)
 
     def _placed(self, plan: StepPlan) -> tuple[Sequence[Work], Sequence[int]]:
         """Return the works of a plan that has been applied, where they truly are, and how many drafts each has."""
         if self._drafts is None:
             return plan.works, [0] * plan.size
         self._drafts.update(plan)
-        return self._drafts.place(plan, self._rows.tokens_RN)
+        return self._drafts.place(plan, self._rows.tokens_RN, self._rows.goes_on)
 
     def _append(self, works: Sequence[Work], chosen: Sequence[int]) -> None:
         """Store the tokens that `works` chose for the next step."""

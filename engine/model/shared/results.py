@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.engine.scheduling.result import Choice, NoToken, StepResult
 from headrace.engine.scheduling.shaping import Report
 
-__all__ = ["LATE", "NON_FINITE", "NOTHING_LEFT", "step_result", "with_runs"]
+__all__ = ["LATE", "NON_FINITE", "NOTHING_LEFT", "step_result"]
 
 NON_FINITE: Final[int] = NoToken.NON_FINITE.value
 NOTHING_LEFT: Final[int] = NoToken.NOTHING_LEFT.value
@@ -59,38 +59,6 @@ def step_result(
         forced=forced or {},
         instead=instead,
     )
-
-
-def with_runs(
-    result: StepResult,
-    runs: Mapping[int, Sequence[int]],
-    reports: Mapping[int, Mapping[int, Report]],
-    drafted: Sequence[int],
-) -> StepResult:
-    """Return a result in which the ids of some work items are followed by those that right drafts gave.
-
-    Args:
-        result: A result with one id for each work item.
-        runs: All ids of these items; the last may be a code of `NoToken`.
-        reports: For these items, reports by place in their runs.
-        drafted: Number of drafts that were verified for each of the plan's decodes.
-    """
-    ids: list[int] = []
-    counts: list[int] = []
-    instead: dict[int, NoToken] = {}
-    told: dict[int, Report] = {}
-    for index, first in enumerate(result.ids):
-        place, run = len(ids), runs.get(index, (first,))
-        if index in result.instead:
-            instead[place] = result.instead[index]
-        elif run[-1] < 0:
-            instead[place + len(run) - 1] = _MEANING[run[-1]]
-        if index in result.reports:
-            told[place] = result.reports[index]
-        told.update({place + at: report for at, report in reports.get(index, {}).items() if run[at] >= 0})
-        ids += run
-        counts.append(len(run))
-    return result._replace(ids=ids, counts=counts, instead=instead, reports=told, drafted=drafted)
 
 
 def _settled(pooled: Mapping[int, Tensor], instead: dict[int, NoToken]) -> dict[int, Any]:

@@ -39,16 +39,15 @@ class Speculation:
         """Take in a step that has ended and took `seconds`."""
         if plan.depth:
             counts = result.counts or [1] * plan.size
-            self.rule.observe_runs(plan.drafts, counts[: len(plan.drafts)])
-            for drafted, count in zip(result.drafted, counts, strict=False):
-                if drafted:
+            drafted = result.drafted or [0] * len(plan.drafts)
+            self.rule.observe_runs(plan.drafts, drafted, counts)
+            for drafts, count in zip(drafted, counts, strict=False):
+                if drafts:
                     self.runs += 1
-                    self.drafted += drafted
+                    self.drafted += drafts
                     self.accepted += count - 1
                     for place in range(count - 1):
                         self.accepted_at[place] += 1
-        contexts = [
-            start for request, start in zip(plan.decodes, plan.starts, strict=True) if request.asked.speculates
-        ]
+        contexts = [start for request, start in zip(plan.decodes, plan.starts, strict=True) if request.asked.speculates]
         if contexts and not plan.others:
-            self.rule.observe(plan.depth, len(contexts), sum(contexts) // len(contexts), seconds)
+            self.rule.observe(len(contexts), sum(contexts) // len(contexts), sum(result.drafted), seconds)

