@@ -150,7 +150,7 @@ def _of_drafts(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("spec_decode_num_accepted_tokens", "Drafts that were right.", stats.accepted_tokens)
     what = "Drafts that were right, by their position in the run."
     by_position = CounterMetricFamily("headrace:spec_decode_num_accepted_tokens_per_pos", what, labels=["position"])
-    for position, count in enumerate(stats.accepted_by_position):
+    for position, count in enumerate(stats.accepted_by_position or (0,)):
         by_position.add_metric([str(position)], count)
     yield by_position
     yield _gauge("spec_decode_depth", "Most drafts of a choice in the latest step.", stats.speculation_depth)
