@@ -11,9 +11,11 @@ from typing import Final
 __all__ = ["DepthRule"]
 
 _HOLD: Final = 32  # steps between two choices
-_TRIAL: Final = 8  # steps of a depth that is tried, to learn what it takes and yields
-_ENOUGH: Final = 4  # measurements from which a mean is believed
-_LONGEST_PAUSE: Final = 256  # steps at depth 0 between two trials, or with drafts between two without
+_TRIAL: Final = 8  # rows of steps of a depth that is tried, to learn what it takes and yields
+_SHORTEST_TRIAL: Final = 2  # steps
+_ENOUGH: Final = 2  # measurements from which a mean is believed
+_LOST: Final = 0.01  # share of the time that trials may lose
+_LONGEST_PAUSE: Final = 512  # steps at depth 0 between two trials, or with drafts between two without
 _MARGIN: Final = 1.03  # what drafts must gain over none
 _KEEP: Final = 0.97  # weight of the old mean at each measurement
 _OUTLIER: Final = 3.0  # times the mean: a step that was held up counts as no longer than this
@@ -60,7 +62,8 @@ class DepthRule:
     At depth k a row yields `1 + a_1 + ... + a_k` tokens and computes `d_1 + ... + d_k` drafts, where a_j is how often a
     row's j-th draft is right, and d_j how often there is one. What a draft costs is what steps with drafts took longer
     than those without, of about as many rows with about as long contexts. The rule takes the depth with the most tokens
-    a second. If that is 0, it tries drafts now and then, soon after new requests and rarely later on.
+    a second. If that is 0, it tries drafts for a few steps now and then, so seldom that trials lose next to nothing,
+    and earlier where requests are new.
     """
 
     def __init__(self, most: int) -> None:
@@ -72,6 +75,10 @@ class DepthRule:
         self._left = 0
         """Number of steps before the next choice."""
         self._pause = _HOLD
+        """Number of steps at depth 0 between the latest trial and the next."""
+        self._rested = 0
+        """Number of steps at depth 0 since the latest trial."""
+        self._rows = 1
         self._since = 0
         """Number of steps since one without drafts."""
         self._is_trial = False
@@ -85,16 +92,16 @@ class DepthRule:
             rows: Number of rows of the step that may have drafts.
             context: Mean length of their contexts in tokens.
         """
+        self._rows = rows
         if self._left <= 0:
             self._decide(self._times_of(rows, context), rows)
         self._left -= 1
+        self._rested += self.depth == 0
         return self.depth
 
     def note_request(self) -> None:
-        """Take note that a request begins, of which nothing is known."""
-        if self.depth == 0 and self._pause > _HOLD:
-            self._left = min(self._left, _HOLD)
-            self._pause = _HOLD
+        """Take note that a request begins, of which nothing is known: the next trial is due sooner."""
+        self._pause = max(_HOLD, self._pause - self._pause // self._rows)
 
     def observe(self, rows: int, context: int, drafts: int, seconds: float) -> None:
         """Take in the time of a step in which no prompt was computed, with so many drafts in all rows together."""
@@ -111,18 +118,21 @@ class DepthRule:
 
     def _decide(self, times: _Times, rows: int) -> None:
         """Choose a depth for a number of steps."""
+        trial = max(_SHORTEST_TRIAL, _TRIAL // rows)
         if times.with_drafts.count < _ENOUGH and not (self._is_trial and self.depth):
-            self._take(self._most, _TRIAL, is_trial=True)
+            self._take(self._most, trial, is_trial=True)
         elif times.without.count < _ENOUGH or self._since >= _LONGEST_PAUSE:
-            self._take(0, _TRIAL, is_trial=True)
+            self._take(0, trial, is_trial=True)
         elif best := self._best(times, rows):
-            self._pause = _HOLD
             self._take(best, _HOLD)
-        elif self.depth or self._is_trial:
-            self._take(0, self._pause)
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        elif self.depth:
+            lost = trial * (times.expected(rows * sum(each.value for each in self._there)) / times.expected(0.0) - 1.0)
+            self._pause, self._rested = max(_HOLD, min(int(lost / _LOST), _LONGEST_PAUSE)), 0
+            self._take(0, _HOLD)
+        elif self._rested >= self._pause:
+            self._take(self._most, trial, is_trial=True)
         else:
-            self._take(self._most, _TRIAL, is_trial=True)
+            self._take(0, _HOLD)
 
     def _take(self, depth: int, steps: int, *, is_trial: bool = False) -> None:
         self.depth, self._left, self._is_trial = depth, steps, is_trial
