@@ -103,7 +103,7 @@ class NewRow(NamedTuple):
 
     row: int
     start: int
-    """Position of `tokens[0]`; the tokens before it are already in the row's pages."""
+    """Position of `tokens[0]`; the tokens before it are already in the row's pages, and so may be some behind it."""
     tokens: list[int]
     sampling: Sampling
     slot: int = -1

@@ -252,9 +252,11 @@ class Scheduler:
             request.cached = request.planned
             self.prompt_tokens += len(request.tokens)
             self.cached_tokens += request.cached
-        tokens, asked = request.tokens[request.planned :], request.asked
+        asked = request.asked
+        start = 0 if asked.speculates else request.planned  # drafts follow from all tokens, those of a prefix hit, too
         slot = -1 if asked.version is None else asked.version.slot
-        new = NewRow(row, request.planned, tokens, asked.sampling, slot, asked.stop_ids, asked.speculates)
+        tokens = request.tokens[start:]
+        new = NewRow(row, start, tokens, asked.sampling, slot, asked.stop_ids, asked.speculates)
         plan.new_rows.append(new)
         if self.speculation is not None and asked.speculates:
             self.speculation.rule.note_request()

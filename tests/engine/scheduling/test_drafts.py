@@ -66,6 +66,19 @@ def test_drafts_end_at_the_limit_and_leave_half_of_the_budget() -> None:
     assert plan is not None and plan.drafts == [1, 1, 1, 1], "of 12 tokens 8 are left, and 4 of these for prompts"
 
 
+def test_a_row_behind_a_prefix_hit_is_sent_all_tokens_that_drafts_may_follow_from() -> None:
+    rig = deep(2, size=4)
+    prompt = list(range(12))
+    rig.submit(prompt, 4, speculates=True)
+    rig.run()
+    (request,) = rig.submit(prompt, 4, speculates=True)
+    plan = rig.launch()
+    assert plan is not None and request.cached == 8
+    assert (plan.new_rows[0].start, plan.new_rows[0].tokens) == (0, prompt)
+    rig.run()
+    rig.check_empty()
+
+
 def test_drafts_leave_a_page_for_everybody() -> None:
     rig = deep(4, ahead=1, pages=6, size=4, rows=2)
     rig.submit([1, 2, 3, 4, 5, 6, 7], 9, speculates=True)
