@@ -17,6 +17,7 @@ from headrace.engine.known_names import ENGINE_NAMES, SYNONYMS, all_names, with_
 from headrace.engine.options import ConfigOptions, EngineOptions
 from headrace.engine.scheduling.policies import policy_of
 from headrace.engine.scheduling.policy import Policy
+from headrace.engine.speculation import Speculation, speculation_of
 
 __all__ = ["EngineConfig", "parse_bytes", "spell_out_options"]
 
@@ -85,6 +86,7 @@ class EngineConfig(Checked, frozen=True):
     max_context: Annotated[int, Field(ge=2)] | None = None
     max_unread_tokens: Annotated[int, Field(ge=1)] = 512
     prefix_cache: bool = True
+    speculation: Annotated[Speculation | None, PlainValidator(speculation_of)] = None
     policy: Annotated[str | dict[str, Any] | Policy, PlainValidator(_known_policy)] = "first_come"
     itl_target_ms: Annotated[float, Field(gt=0.0)] | None = None
     launch_ahead: Annotated[int, Field(ge=1, le=8)] | None = None

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from headrace.engine.response_format import ResponseFormat
 from headrace.engine.scheduling.policy import Policy
+from headrace.engine.speculation import Speculation
 
 __all__ = ["ConfigOptions", "EngineOptions", "SamplingOptions", "VllmNames"]
 
@@ -91,6 +92,9 @@ class EngineOptions(VllmNames, total=False):
     """Tokens that a reader may leave unread before its request pauses. Default: 512."""
     prefix_cache: bool
     """Keep the pages of past prompts and completions for requests that start the same way. Default: True."""
+    speculation: str | Speculation | None
+    """How to guess tokens, several of which a step then verifies at once, such as `Ngram(k=4)` or "ngram:k=4"; what is
+    generated stays the same. On a CPU. docs/speculation.md says when it helps. Default: None."""
     policy: str | Mapping[str, Any] | Policy
     """Who is served first: a name, `{"name": "fair_share", "weights": {"a": 2.0}}`, or a `Policy` of the application's
     own, for one engine. docs/scheduling.md describes each. Default: "first_come"."""
@@ -198,6 +202,9 @@ class SamplingOptions(TypedDict, total=False):
     deterministic: bool
     """Same seed, same tokens and log-probabilities to the last bit, whatever else runs, is cached or was preempted; it
     computes in steps of its own, which is slower for it and for whoever waits meanwhile. Default: False."""
+    speculate: bool
+    """Let steps verify guesses of the tokens to come, if the engine has `speculation`. It changes no token.
+    Default: True."""
     max_tokens: int | None
     """Tokens of a choice at most; None runs to the limit of the context or of the page pool and ends with `length`.
     Default: None."""

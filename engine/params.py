@@ -71,6 +71,7 @@ class SamplingParams(Checked, frozen=True):
     response_format: ResponseFormat | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64, strict=True)] | None = None
     deterministic: bool = False
+    speculate: bool = True
     max_tokens: Annotated[int, Field(ge=1, lt=2**31, strict=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
     stop: Annotated[tuple[StopString, ...], Field(max_length=_MAX_STOPS)] = ()

@@ -132,6 +132,16 @@ class EngineStats:
     """Preemptions whose pages went to host memory, to come back."""
     memory_retries: int
     """Steps that ran out of memory and whose requests were tried again in smaller steps."""
+    speculation_depth: int
+    """Most drafts that a request has in one step, as the latest step chose; 0 without speculation."""
+    draft_runs: int
+    """Runs of drafts that steps verified: one for each request and step that had any."""
+    drafted_tokens: int
+    """Drafts in these runs."""
+    accepted_tokens: int
+    """Drafts that were right, and so became tokens."""
+    accepted_by_position: tuple[int, ...]
+    """Right drafts by their position in the run, from the first on."""
     sleep_level: int
     """Level of sleep: 0 while the engine is awake; above 0, requests wait and there are no pages."""
     steps: int
@@ -143,3 +153,8 @@ class EngineStats:
     """Seconds from commit to commit, averaged over the last seconds."""
     busy_seconds: float
     """Seconds for which a step was in flight since the engine opened; their growth is the device's utilisation."""
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a run of drafts yields on average, with the one that every step gives; 1 without any run."""
+        return 1.0 + self.accepted_tokens / max(1, self.draft_runs)

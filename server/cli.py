@@ -18,6 +18,7 @@ from headrace.server.commands.arguments import (
     FileOption,
     ModelArgument,
     SeedOption,
+    SpeculateOption,
     chosen_model,
 )
 from headrace.server.commands.bench import bench
@@ -72,6 +73,7 @@ def demo(
     dtype: DtypeOption = "auto",
     max_model_len: ContextOption = None,
     seed: SeedOption = 0,
+    speculate: SpeculateOption = None,
     temperature: TemperatureOption = 0.6,
     top_p: Annotated[float, typer.Option(help=_TOP_P)] = 0.9,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each chat, at most.", min=1)] = 120,
@@ -82,7 +84,10 @@ def demo(
     """
     from headrace.server.demo import run_demo
 
-    options = {"file": file, "device": device, "dtype": dtype, "max_context": max_model_len, "seed": seed}
+    options = {
+        "file": file, "device": device, "dtype": dtype, "max_context": max_model_len, "seed": seed,
+        "speculation": speculate,
+    }  # fmt: skip
     with flags_named():
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
         anyio.run(lambda: run_demo(chosen_model(model), params=params, console=Console(), **options))
@@ -96,6 +101,7 @@ def chat(
     dtype: DtypeOption = "auto",
     max_model_len: ContextOption = None,
     seed: SeedOption = 0,
+    speculate: SpeculateOption = None,
     system: Annotated[str, typer.Option(help="The system message.")] = "You are a helpful assistant.",
     temperature: TemperatureOption = 0.7,
     top_p: Annotated[float | None, typer.Option(help=f"{_TOP_P} Left out, what the model recommends.")] = None,
@@ -117,7 +123,10 @@ def chat(
         if not separator:
             raise typer.BadParameter(f"--adapter {entry}: give NAME=FOLDER")
         adapters[name] = folder
-    options = {"file": file, "device": device, "dtype": dtype, "max_context": max_model_len, "seed": seed}
+    options = {
+        "file": file, "device": device, "dtype": dtype, "max_context": max_model_len, "seed": seed,
+        "speculation": speculate,
+    }  # fmt: skip
     sampling = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     with flags_named():
         done = run_chat(chosen_model(model), system=system, sampling=sampling, adapters=adapters, **options)

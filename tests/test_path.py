@@ -35,7 +35,7 @@ from headrace.engine.testing import ScriptedEngine, no_pages_held
 STAND_INS = ("engine/scripted/", "engine/testing.py")
 VALUES = {f"engine/{name}.py" for name in ("checked", "errors", "events", "options", "params")}
 MOST_FILES = 24
-MOST_LINES = 4700
+MOST_LINES = 4800
 
 
 @cache

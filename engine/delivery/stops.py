@@ -113,6 +113,8 @@ class WatchedGeneration(Generation):
         super().__init__(control, choices, window)
         self._stop_texts = stop_texts
         self._watch = watch
+        self._seen = [0] * choices
+        """Number of tokens of each choice that were delivered."""
         self._stopped: set[int] = set()
         """Ids of requests that had ended in another way before their text was found to be complete."""
 
@@ -134,6 +136,7 @@ class WatchedGeneration(Generation):
             self.fail(emission.error)
             return
         choice, reason = self._choice_of[emission.request.id], emission.finish_reason
+        self._seen[choice] += emission.token is not None
         text = stop = None
         if self._stop_texts:
             text, matched = self._stop_texts[choice].feed(emission.token, last=reason is not None)
@@ -156,6 +159,8 @@ class WatchedGeneration(Generation):
 
     def _stop(self, request: Request) -> FinishReason:
         """End a choice whose text is complete, even if its deadline passed or a later step failed meanwhile."""
+        own = request.virtual_tokens + len(self.prompt)
+        del request.tokens[own + self._seen[self._choice_of[request.id]] :]  # several may have come in one step
         if not self._control.finish(request, "stop"):
             self._stopped.add(request.id)  # another end of the choice is on its way
         return "stop"

@@ -120,7 +120,10 @@ class Intake:
         if asking.params.beam_width is not None:
             requests = [first_beam(ids, asking, tokenizer, vocab_size, adapters)]
         else:
-            requests = make_requests(ids, asking, tokenizer, vocab_size, self.random, grammar, adapters)
+            speculates = self._config.speculation is not None
+            requests = make_requests(
+                ids, asking, tokenizer, vocab_size, self.random, grammar, adapters, speculates=speculates
+            )
         parts.loop.submit(turn.generation, ids, requests)
         if self.submitted is not None:
             self.submitted(turn, ids, grammar)

@@ -177,6 +177,7 @@ def make_requests(
     random_seeds: random.Random,
     grammar: Grammar | None = None,
     adapters: Mapping[str, AdapterVersion] = NO_ADAPTERS,
+    speculates: bool = False,
 ) -> list[Request]:
     """Return one request for each of the `n` choices of a prompt; the others fork the first one's pages.
 
@@ -188,6 +189,7 @@ def make_requests(
         random_seeds: Source of seeds where the caller gives none.
         grammar: The compiled `response_format`.
         adapters: Adapter versions by name.
+        speculates: Whether the engine verifies drafts, where the request allows it.
 
     Raises:
         InvalidParams: A token is not in the vocabulary, or the masks leave none.
@@ -200,12 +202,11 @@ def make_requests(
     stop_ids = asking.stop_ids(tokenizer.eos_ids)
     shapes = not params.model_fields_set.isdisjoint(SHAPING_FIELDS)
     shaping = make_shaping(params, len(ids), stop_ids, tokenizer, vocab_size) if shapes else None
-    limit = len(ids) + asking.max_tokens
     requests: list[Request] = []
     for choice in range(params.n):
         asked = asking.asked(
             version,
-            limit,
+            len(ids) + asking.max_tokens,
             sampling=_sampling(params, seed + choice * _GOLDEN),
             stop_ids=stop_ids,
             shaping=shaping,
@@ -214,6 +215,7 @@ def make_requests(
             jumps=grammar is not None and shaping is None and _takes_runs(asking),
             processor=_processor(asking, version),
             alone=params.deterministic,
+            speculates=speculates and _may_speculate(asking, grammar),
             deadline=asking.ends,
         )
         requests.append(
@@ -236,6 +238,12 @@ def _processor(asking: Asking, version: AdapterVersion | None) -> LogitsProcesso
         return given
     virtual = version.virtual_tokens
     return lambda tokens, logits_V: given(tokens[virtual:], logits_V)
+
+
+def _may_speculate(asking: Asking, grammar: Grammar | None) -> bool:
+    """Return whether drafts may be verified: nothing outside the device has a say in each token before the next."""
+    params = asking.params
+    return params.speculate and grammar is None and asking.logits_processor is None and not params.deterministic
 
 
 def _takes_runs(asking: Asking) -> bool:

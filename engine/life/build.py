@@ -96,6 +96,7 @@ def _open(config: EngineConfig) -> Opened:
     path, name = find_model(config)
     if path.is_dir() and is_encoder(read_hf_config(path)):
         check_native(config, "encoders")
+        _check_speculation(config, "encoders generate nothing")
         return _open_encoder(config, path, name)
     with ExitStack() as files:
         tokenizer: Tokenizer | _NoTokenizer
@@ -171,6 +172,21 @@ def _open_encoder(config: EngineConfig, path: Path, name: str) -> Opened:
     )
 
 
+def _check_speculation(config: EngineConfig, why: str) -> None:
+    """Refuse the option `speculation`.
+
+    Raises:
+        InvalidParams: It is given.
+    """
+    if config.speculation is not None:
+        raise InvalidParams(
+            f"speculation: {why}, got {config.speculation}; leave it out",
+            field="speculation",
+            value=config.speculation,
+            limit=None,
+        )
+
+
 def _recommended(config: EngineConfig, source: Source) -> Mapping[str, float]:
     """Return the sampling values that the model's files recommend; empty if they are not wanted."""
     if config.generation_defaults == "none" or source == "random":
@@ -228,6 +244,7 @@ def build_kernels(config: EngineConfig) -> BuiltKernels:
 def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel) -> Device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return open_cpu(config, spec, source)
+    _check_speculation(config, "a GPU verifies no drafts yet, only a CPU does")
     gpu = find_gpu(config.device)  # first, since the extra below takes several GB and is of no use without a GPU
     from headrace.engine.model.cuda.opening import open_cuda  # needs packages for machines with a GPU
 

@@ -30,6 +30,7 @@ from headrace.engine.scheduling.memory.host_pages import HostPages
 from headrace.engine.scheduling.policies import policy_of
 from headrace.engine.scheduling.runner_memory import Swapping
 from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.speculation.counts import Speculation
 from headrace.engine.steps.flights import Flights
 from headrace.engine.steps.hooks import HookThread
 from headrace.engine.steps.loop import StepLoop
@@ -110,6 +111,7 @@ class Lifespan:
             slots=slots_of(opened.adapters, config),
             host=host,
             itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
+            speculation=None if config.speculation is None else Speculation(config.speculation.k, opened.capacity),
         )
         return StepLoop(
             scheduler,

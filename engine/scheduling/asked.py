@@ -61,6 +61,9 @@ class Asked:
     pooling: Pooling | None = None
     """Kind of result wanted of the hidden states; the choice then samples nothing and ends when its tokens are
     computed."""
+    speculates: bool = False
+    """Whether steps may verify drafts of the tokens to come, each of which is kept where the choice would be the same
+    without it."""
     alone: bool = False
     """Whether the choice is computed in steps of its own, which depend on its tokens alone (alone.py)."""
     holds: bool = False

@@ -6,6 +6,8 @@ other ones do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace.engine.errors import NonFiniteLogits, NoTokenLeft, RequestFailed
 from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.prefix import Prefixes
@@ -15,6 +17,7 @@ from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import Chosen, NoToken, StepPart, StepResult
 from headrace.engine.scheduling.roster import Roster
 from headrace.engine.scheduling.shaping import Report
+from headrace.engine.scheduling.speculation.runs import gain_run, runs_of, true_part
 from headrace.engine.scheduling.suspension import Suspension
 
 __all__ = ["Commits"]
@@ -47,6 +50,8 @@ class Commits:
 
     def commit(self, plan: StepPlan, result: StepResult) -> Committed:
         """Apply the result of a finished step; see `Scheduler.commit`."""
+        if plan.depth:
+            return self._commit_runs(plan, result)
         full, others = _accept_tokens(plan, result, self._vocab_size, self._pool.page_size)
         for request in full:
             self._prefixes.offer(request)
@@ -109,8 +114,56 @@ class Commits:
                 tokens.append(result.ids[index])
                 continue
             token = result.instead.get(index, result.ids[index])
-            self._commit_one(request, StepPart(index, start, start + count, samples, token, result))
+            part = StepPart(index, start, start + count, samples, token, index, result)
+            if request.asked.speculates and index < len(plan.decodes):
+                part = true_part(request, part, index, token)
+            self._commit_one(request, part)
         return Committed(gained, tokens, self._new_emissions())
+
+    def _commit_runs(self, plan: StepPlan, result: StepResult) -> Committed:
+        """Commit a step that verified drafts, so that a decode has one new token or several."""
+        runs = runs_of(plan, result)
+        self.step = plan.step
+        self.takes_forced = False
+        gained: list[Request] = []
+        tokens: list[int] = []
+        for index, (request, start, count, samples) in enumerate(plan.shares()):
+            first, ids = next(runs)
+            token = result.instead.get(first, ids[0])
+            part = StepPart(index, start, start + count, samples, token, first, result)
+            if index >= len(plan.decodes):
+                self._commit_one(request, part)
+            elif not isinstance(token, NoToken) and gain_run(request, plan.drafts[index], ids, self._vocab_size):
+                self._roster.charge(request, len(ids) - 1)
+                self._prefixes.offer(request)
+                gained += [request] * len(ids)
+                tokens += ids
+            else:
+                self._commit_run(request, part, plan.drafts[index], ids)
+        return Committed(gained, tokens, self._new_emissions())
+
+    def _commit_run(self, request: Request, part: StepPart, drafts: int, ids: Sequence[int]) -> None:
+        """Commit a decode one token after the other, until its request ends."""
+        if not request.asked.speculates or request.discard or _has_ended(request):
+            self._commit_one(request, part)
+            return
+        request.settle(drafts, len(ids))
+        self._roster.charge(request, len(ids) - 1)
+        for place, token in enumerate(ids[:-1], part.place):
+            if not _has_ended(request):
+                self._take(request, true_part(request, part, place, token))
+        last = part.place + len(ids) - 1
+        latest = part.result.instead.get(last, ids[-1])
+        self._commit_one(request, true_part(request, part, last, latest))
+
+    def _take(self, request: Request, part: StepPart) -> None:
+        """Give a request that has not ended its part of a step."""
+        if request.at_commit is not None:
+            request.at_commit.apply(request, part, self)
+        else:
+            self.advance(request, part.end)
+            if part.samples:
+                self.gain(request, part.token)
 
     def _commit_one(self, request: Request, part: StepPart) -> None:
         request.in_flight -= 1
@@ -119,12 +172,8 @@ class Commits:
         elif request.state is State.FINISHED:
             if part.samples and part.token is NoToken.LATE:
                 request.go_back(part.end)  # steps in flight skip the row: pages that they were to write are not kept
-        elif request.at_commit is not None:
-            request.at_commit.apply(request, part, self)
         else:
-            self.advance(request, part.end)
-            if part.samples:
-                self.gain(request, part.token)
+            self._take(request, part)
         if not request.in_flight and request.row >= 0:
             if request.state is State.FINISHED:
                 self._roster.release_drained(request)
@@ -174,13 +223,17 @@ def _accept_tokens(
     for request, start, token in zip(plan.decodes, plan.starts, ids, strict=False):
         if start < request.plain_until and 0 <= token < vocab_size and token not in request.stop_ids:
             request.in_flight -= 1
-            request.computed = end = start + 1
+            request.computed = end = len(request.tokens)
             request.tokens.append(token)
             if not end % page_size:
                 full.append(request)
         else:
             others.add(request)
     return full, others
+
+
+def _has_ended(request: Request) -> bool:
+    return request.state is State.FINISHED
 
 
 def _failure(request: Request, token: int | NoToken, vocab_size: int) -> RequestFailed:

@@ -58,7 +58,8 @@ class Failures:
         failed: set[Request] = set()
         for work in plan.works:
             request = work.request
-            tainted.update(request.place.pages[max(0, work.start // size - request.place.first_page) :])
+            start = min(work.start, request.computed) if request.asked.speculates else work.start
+            tainted.update(request.place.pages[max(0, start // size - request.place.first_page) :])
             request.in_flight -= 1
             request.discard = max(request.discard - 1, 0)
             failed.update((request, request.leader or request))

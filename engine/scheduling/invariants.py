@@ -57,7 +57,12 @@ def _check_request(request: Request, size: int) -> None:
     assert len(request.tokens) <= request.known <= max(request.limit, len(request.tokens)), "known out of range"
     assert request.planned <= request.room(size), "planned beyond the page table"
     assert request.in_flight >= request.discard >= 0, "more to discard than is in flight"
-    assert request.place.registered * size <= request.planned, "a page is offered before it is full"
+    assert request.place.registered * size <= request.sure, "a page is offered before it is surely full"
+    assert request.place.registered * size <= len(request.tokens), "a page is offered with tokens not committed"
+    if request.reach:
+        assert request.asked.speculates and request.in_flight and request.reach > 0, "drafts of no step in flight"
+        is_done = request.discard or request.state is State.FINISHED  # its drafts are dropped with its steps
+        assert request.computed + request.in_flight <= request.sure or is_done, "a step yields less than a token"
     if request.plain_until:
         _check_plain(request, size)
     if request.awaited >= 0:

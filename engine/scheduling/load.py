@@ -18,5 +18,5 @@ def live_tokens(roster: Roster) -> int:
     filled: dict[int, int] = {}
     for request in roster.requests.values():
         for index, page in enumerate(request.place.pages, request.place.first_page):
-            filled[page] = max(filled.get(page, 0), min(size, request.planned - index * size))
+            filled[page] = max(filled.get(page, 0), min(size, request.sure - index * size))
     return sum(filled.values())

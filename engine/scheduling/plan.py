@@ -103,13 +103,16 @@ class NewRow(NamedTuple):
 
     row: int
     start: int
-    """Position of `tokens[0]`; the tokens before it are already in the row's pages."""
+    """Position of `tokens[0]`; the tokens before it are already in the row's pages, and so may be some behind it."""
     tokens: list[int]
     sampling: Sampling
     slot: int = -1
     """Slot of the row's adapter for as long as the request holds the row; -1 for none."""
     stop_ids: frozenset[int] = frozenset()
     """Token ids that end the request; after sampling one, the device may skip the row in steps launched ahead."""
+    speculates: bool = False
+    """Whether steps may verify drafts for the row. The device then knows how many tokens the row has, and positions in
+    `StepPlan.starts` are upper bounds, by which pages were made ready."""
 
 
 class RowOptions(NamedTuple):
@@ -189,11 +192,16 @@ class StepPlan:
     rows: list[int] = field(default_factory=list)
     """Rows of `decodes`, in order."""
     starts: list[int] = field(default_factory=list)
-    """Positions of the tokens that `decodes` compute, in order."""
+    """Positions of the tokens that `decodes` compute, in order; upper bounds of rows that speculate."""
+    drafts: list[int] = field(default_factory=list)
+    """Most drafts that the step may verify for each of `decodes`, in order, for whose keys and values there are pages;
+    empty if it verifies none. A row yields one token and another for each draft that was right."""
     others: list[Work] = field(default_factory=list)
     """Work items that follow `decodes`."""
+    depth: int = 0
+    """Largest number of drafts that a row of the step may verify."""
     tokens: int = 0
-    """Number of tokens that the work items compute."""
+    """Number of tokens that the work items compute, drafts included."""
     alone: bool = False
     """Whether the only work item is of a deterministic request; one token is then computed as a decode."""
     _works: list[Work] | None = None

@@ -15,6 +15,7 @@ from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.plan import GivenTokens, PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.roster import Roster
+from headrace.engine.scheduling.speculation.planning import plan_drafts
 from headrace.engine.scheduling.suspension import Suspension
 
 __all__ = ["Planner"]
@@ -42,10 +43,10 @@ class Planner:
         self._suspension = suspension
 
     def plan_decodes(self, plan: StepPlan, running: Sequence[Request]) -> list[Request]:
-        """Plan one token of each request that owes one token and samples the next.
+        """Plan one token of each request that owes one token and samples the next, and drafts behind it.
 
         Args:
-            plan: A plan without work items; decodes are added to it.
+            plan: A plan without work items; decodes are added to it. Its depth is how many drafts each may have.
             running: Requests in service order; planning may preempt some of them.
 
         Returns:
@@ -67,13 +68,15 @@ class Planner:
                     request.plain_until = min(request.room(page_size), request.limit - 2)
             decodes.append(request)
             starts.append(start)
-            request.ready = start
+            request.ready = start - request.reach
             request.planned = start + 1
             request.known = start + 2
             request.latest_step = step
             request.in_flight += 1
         plan.rows += [request.row for request in decodes]
         plan.tokens = len(decodes)
+        if plan.depth:
+            plan_drafts(plan, self._pool, len(running))
         return prefills
 
     def plan_tokens(self, plan: StepPlan, request: Request, most: int) -> int:
@@ -85,7 +88,7 @@ class Planner:
         samples = start + count == request.known and request.asked.pooling is None
         plan.others.append(Work(request, request.row, start, count, samples))
         plan.tokens += count
-        request.ready = start
+        request.ready = start - request.reach
         request.latest_step = plan.step
         request.planned = start + count
         request.in_flight += 1
@@ -114,16 +117,18 @@ class Planner:
             self._slide(request)
         size = self._pool.page_size
         pages = request.place.pages
-        index = request.planned // size - request.place.first_page
-        if request.forked and index < len(pages) and not self._pool.is_writable(pages[index]):
-            page = self._obtain(request)
-            if page is None:
-                return 0
-            plan.copies.append((pages[index], page))
-            request.place.copied = plan.step
-            self._pool.release(pages[index : index + 1])
-            pages[index] = page
-            plan.entries.append(PageEntry(request.row, request.place.first_page + index, page))
+        index = request.sure // size - request.place.first_page
+        while request.forked and index < len(pages):
+            if not self._pool.is_writable(pages[index]):
+                page = self._obtain(request)
+                if page is None:
+                    return 0
+                plan.copies.append((pages[index], page))
+                request.place.copied = plan.step
+                self._pool.release(pages[index : index + 1])
+                pages[index] = page
+                plan.entries.append(PageEntry(request.row, request.place.first_page + index, page))
+            index += 1
         while request.room(size) < request.planned + count:
             page = self._obtain(request)
             if page is None:

@@ -93,7 +93,10 @@ class Policy(Protocol):
         ...
 
     def served(self, works: Iterable[Work]) -> None:
-        """Take note of the work items of a planned step."""
+        """Take note of the work items of a planned step, or of the further tokens that right drafts gave a request.
+
+        The latter come at the commit, as one work item of one token for each.
+        """
         ...
 
     def ended(self, request: Request) -> None:

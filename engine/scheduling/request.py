@@ -72,6 +72,9 @@ class Request:
     Progress obeys `computed <= planned <= known` and `len(tokens) <= known <= limit`. A request owes
     `known - planned` tokens; prefill, decode, resuming after preemption and prefix hits are all this one difference.
 
+    Steps in flight that verify drafts may yield fewer tokens than they have room for. Until they are committed, `known`
+    and `planned` are upper bounds, which are too large by at most `reach`, and lie below the limit like exact values.
+
     Progress, row, limit and stop ids are fields of the request itself, not of a part of it: two loops read them for
     every row of every step, where one more attribute would cost some percent.
     """
@@ -119,12 +122,14 @@ class Request:
     """Number of tokens whose keys and values are written by the steps planned so far."""
     computed: int = 0
     """Number of tokens whose keys and values are written by the steps committed so far."""
+    reach: int = 0
+    """Number of drafts that steps in flight verify, and so the most by which `known` and `planned` are too large."""
     in_flight: int = 0
     """Number of planned steps that are not committed."""
     discard: int = 0
     """Number of steps in flight whose result must be dropped, because they read pages of a failed step."""
     ready: int = 0
-    """Value of `planned` before the latest step that planned this request."""
+    """Value of `sure` before the latest step that planned this request."""
     latest_step: int = -1
     """Latest step that planned this request; -1 for none."""
     plain_until: int = 0
@@ -175,6 +180,11 @@ class Request:
         return self.at_commit is None or not self.at_commit.every_step
 
     @property
+    def sure(self) -> int:
+        """Number of leading tokens whose keys and values the steps planned so far write, whichever drafts are right."""
+        return self.planned - self.reach
+
+    @property
     def is_plannable(self) -> bool:
         """Whether the request runs and was not preempted, which may also happen while a step is planned."""
         return self.state is State.RUNNING and not self.leaving
@@ -213,10 +223,17 @@ class Request:
         self.plain_until = 0
         self.is_held = True
 
+    def settle(self, drafts: int, tokens: int) -> None:
+        """Make bounds closer: a step that verified `drafts` drafts yielded `tokens` tokens, at least one."""
+        missed = drafts + 1 - tokens
+        self.reach -= drafts
+        self.planned -= missed
+        self.known -= missed
+
     def room(self, page_size: int) -> int:
         """Return the position up to which the request has pages of `page_size` tokens."""
         return (self.place.first_page + len(self.place.pages)) * page_size
 
     def launched_before(self, step: int) -> int:
-        """Return the number of tokens planned by steps before `step`, which that step may therefore read."""
-        return self.ready if self.latest_step == step else self.planned
+        """Return the number of tokens that steps before `step` surely write, which that step may therefore read."""
+        return self.ready if self.latest_step == step else self.sure

@@ -43,18 +43,19 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 
 
 class StepResult(NamedTuple):
-    """Result of a step. Every mapping is from the index of a work item of the plan."""
+    """Result of a step. Every mapping is from the index of a work item of the plan, except for the two by place."""
 
     ids: Sequence[int]
     """New token ids of the work items, in order. The id of an item is arbitrary if the item samples nothing, if
-    `instead` has the item, or if its row is skipped since it was `NoToken.LATE`."""
+    `instead` has the id's place, or if its row is skipped since it was `NoToken.LATE`."""
     counts: Sequence[int] | None = None
-    """Number of ids of each work item, in order; None, the only case so far, if each has one."""
+    """Number of ids of each work item, in order, at least one: the items whose drafts were right have more. None if
+    each has one."""
     instead: Mapping[int, NoToken] = _NONE
-    """What happened in place of a new token. Entries of items that sample nothing have no meaning, unless the item ends
-    a pooled request."""
+    """What happened in place of a new token, by the id's place in `ids`. Entries of items that sample nothing have no
+    meaning, unless the item ends a pooled request. Nothing follows such a place in an item's run."""
     reports: Mapping[int, Report] = _NONE
-    """Reports on new tokens."""
+    """Reports on new tokens, by the id's place in `ids`."""
     prompt_reports: Mapping[int, Sequence[Report]] = _NONE
     """Reports on the prompt tokens from position `start + 1` of the item on."""
     pooled: Mapping[int, Any] = _NONE
@@ -63,6 +64,8 @@ class StepResult(NamedTuple):
     """Calls that choose the tokens that are `NoToken.CHOSEN_LATER`."""
     forced: Mapping[int, Sequence[int]] = _NONE
     """Tokens that a row's grammar forces after its new token."""
+    drafted: Sequence[int] = ()
+    """Number of drafts that were verified for each of the plan's decodes, in order; empty if for none."""
 
 
 class StepPart(NamedTuple):
@@ -78,6 +81,8 @@ class StepPart(NamedTuple):
     """Whether there is a new token."""
     token: int | NoToken
     """The new token, or what happened in its place; arbitrary if `samples` is False."""
+    place: int
+    """Place of the new token in `StepResult.ids`."""
     result: StepResult
     """Result of the whole step."""
     report: Report | None = None

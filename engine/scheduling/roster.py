@@ -18,7 +18,7 @@ from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.prefix import Prefixes
 from headrace.engine.scheduling.memory.swaps import Swaps
 from headrace.engine.scheduling.order.waiting import Waiting
-from headrace.engine.scheduling.plan import Capacity, Emission, RowOptions
+from headrace.engine.scheduling.plan import Capacity, Emission, RowOptions, Work
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request, State
 
@@ -97,6 +97,12 @@ class Roster:
         request.place.registered = request.planned // self._pool.page_size
         self._prefixes.promise(request)
         self._policy.started(request)
+
+    def charge(self, request: Request, tokens: int) -> None:
+        """Charge for `tokens` tokens more than the one that was charged when a step was planned."""
+        if tokens:
+            work = Work(request, request.row, len(request.tokens) - 1, 1, True)
+            self._policy.served([work] * tokens)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End `request`, which has not ended, with `reason`."""

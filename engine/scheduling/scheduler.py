@@ -36,6 +36,7 @@ from headrace.engine.scheduling.policy import FirstCome, Policy
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.roster import Roster
+from headrace.engine.scheduling.speculation.counts import Speculation
 from headrace.engine.scheduling.suspension import Suspension
 
 __all__ = ["Scheduler"]
@@ -58,6 +59,7 @@ class Scheduler:
         slots: SlotTable | None = None,
         host: HostPages | None = None,
         itl_target: float | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """Start with no requests.
 
@@ -69,6 +71,7 @@ class Scheduler:
             slots: LoRA slots of the device; None if it takes no adapters.
             host: Host memory for pages that do not fit on the device; None for none.
             itl_target: Seconds that a step with decodes should take at most; prompts get the time that decodes leave.
+            speculation: Chooses how many drafts a step verifies; None verifies none.
         """
         self.pool = PagePool(capacity.num_pages, capacity.page_size, secret=secret, remember=prefix_cache)
         self.prompt_tokens = 0
@@ -105,6 +108,7 @@ class Scheduler:
         self.failures = Failures(capacity, self.roster, self.suspension, self.pool, self.swaps)
         self.resizing = Resizing(self.roster, self.suspension, self.pool, self.swaps, window)
         self._itl_target = itl_target
+        self.speculation = speculation
 
     @property
     def capacity(self) -> Capacity:
@@ -199,6 +203,8 @@ class Scheduler:
             running = self._alternation.together(running)
         if self.failures.is_cautious:
             running, complete = self.failures.limit(running)
+        if self.speculation is not None:
+            plan.depth = self.speculation.depth(running)
         prefills = self._planner.plan_decodes(plan, running)
         if prefills or self.roster.waiting:
             self._plan_prefills(plan, prefills, may_start=complete)
@@ -246,9 +252,14 @@ class Scheduler:
             request.cached = request.planned
             self.prompt_tokens += len(request.tokens)
             self.cached_tokens += request.cached
-        tokens, asked = request.tokens[request.planned :], request.asked
+        asked = request.asked
+        start = 0 if asked.speculates else request.planned  # drafts follow from all tokens, those of a prefix hit, too
         slot = -1 if asked.version is None else asked.version.slot
-        plan.new_rows.append(NewRow(row, request.planned, tokens, asked.sampling, slot, asked.stop_ids))
+        tokens = request.tokens[start:]
+        new = NewRow(row, start, tokens, asked.sampling, slot, asked.stop_ids, asked.speculates)
+        plan.new_rows.append(new)
+        if self.speculation is not None and asked.speculates:
+            self.speculation.rule.note_request()
         if RowOptions.needed(asked):
             plan.options.append(RowOptions.of(request))
         if request.place.first_page:

@@ -106,6 +106,7 @@ class Suspension:
         request.planned = 0
         request.computed = 0
         request.ready = 0
+        request.reach = 0
         request.place.registered = 0
         if request.state is State.RUNNING:
             request.state = State.WAITING

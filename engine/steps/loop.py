@@ -26,6 +26,7 @@ from headrace.engine.errors import EngineCrashed, EngineStopped, HeadraceError, 
 from headrace.engine.events import FinishReason
 from headrace.engine.scheduling.plan import Committed, Emission, Runner, Step, StepPlan
 from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.steps.changes import Changes
 from headrace.engine.steps.choices import HostChoices
@@ -289,6 +290,7 @@ class StepLoop:
 
     async def _complete(self, oldest: Flight) -> None:
         """Wait for a step and commit it."""
+        result: StepResult | None
         try:
             try:
                 result = await self.wait_for(oldest.step.wait, "a step")
@@ -298,6 +300,7 @@ class StepLoop:
             raise
         except Exception as error:
             outcome = Committed((), (), self.scheduler.failures.fail_step(oldest.plan, as_failure(error)))
+            result = None
         else:
             outcome = self.scheduler.commit(oldest.plan, result)
             if result.choices:
@@ -307,6 +310,8 @@ class StepLoop:
         if oldest.plan.size:
             chunks = [work.num_tokens for work in oldest.plan.others if work.num_tokens > 1]
             self.scheduler.pace.observe(sum(chunks), seconds, len(chunks))
+            if self.scheduler.speculation is not None and result is not None:
+                self.scheduler.speculation.observe(oldest.plan, result, seconds)
         if self.kv.is_watched:
             self.kv.tell()
         self._due.append(outcome)

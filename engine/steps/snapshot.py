@@ -13,6 +13,7 @@ __all__ = ["snapshot"]
 def snapshot(scheduler: Scheduler, meter: Meter, now: float) -> EngineStats:
     """Return the state of queues, pages, counts and rates at `now`, in seconds on the step loop's clock."""
     tokens_per_second, step_seconds = meter.rates(now)
+    speculation = scheduler.speculation
     return EngineStats(
         waiting=scheduler.roster.num_waiting,
         running=scheduler.roster.num_running,
@@ -30,6 +31,11 @@ def snapshot(scheduler: Scheduler, meter: Meter, now: float) -> EngineStats:
         preemptions=scheduler.roster.preemptions,
         swaps=scheduler.swaps.count,
         memory_retries=scheduler.failures.retries,
+        speculation_depth=0 if speculation is None else speculation.rule.depth,
+        draft_runs=0 if speculation is None else speculation.runs,
+        drafted_tokens=0 if speculation is None else speculation.drafted,
+        accepted_tokens=0 if speculation is None else speculation.accepted,
+        accepted_by_position=() if speculation is None else tuple(speculation.accepted_at),
         sleep_level=scheduler.resizing.sleep_level,
         steps=meter.steps,
         steps_in_flight=meter.launched_steps - meter.steps,

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 __all__ = [
+    "BlockOption",
     "ContextOption",
     "DefaultsOption",
     "DeviceOption",
@@ -20,6 +21,7 @@ __all__ = [
     "QuantizeHeadOption",
     "QuantizeOption",
     "SeedOption",
+    "SpeculateOption",
     "chosen_model",
     "shares_of",
     "sizes_of",
@@ -65,9 +67,20 @@ ContextOption = Annotated[
         min=2,
     ),
 ]
+BlockOption = Annotated[
+    int, typer.Option("--block-size", "--page-size", help="Tokens in a page of keys and values.", min=1)
+]
 DefaultsOption = Annotated[
     str,
     typer.Option(help="Sampling values of requests that give none: model takes those of its files, none OpenAI's."),
+]
+SpeculateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--speculate",
+        help="Guess the next tokens and verify several in one step, such as ngram or ngram:k=4,longest=4; answers stay "
+        "the same. On a CPU.",
+    ),
 ]
 QuantizeOption = Annotated[
     Literal["fp8", "int8", "int4"] | None,

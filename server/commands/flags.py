@@ -25,6 +25,7 @@ _FLAGS = {
     "adapter_slots": "--max-loras",
     "max_adapter_rank": "--max-lora-rank",
     "policy": "--scheduling-policy",
+    "speculation": "--speculate",
     "drain_seconds": "--shutdown-timeout",
     "api_keys": "--api-key",
     "admin_keys": "--admin-api-key",

@@ -21,6 +21,7 @@ from rich.console import Console
 from headrace.engine import InvalidParams
 from headrace.engine.tools import format_names
 from headrace.server.commands.arguments import (
+    BlockOption,
     ContextOption,
     DefaultsOption,
     DeviceOption,
@@ -29,6 +30,7 @@ from headrace.server.commands.arguments import (
     ImplementationOption,
     ModelArgument,
     SeedOption,
+    SpeculateOption,
     chosen_model,
 )
 from headrace.server.commands.flags import flags_named
@@ -98,9 +100,6 @@ MemoryOption = Annotated[
 KvDtypeOption = Annotated[
     str,
     typer.Option("--kv-cache-dtype", "--kv-dtype", help="Type of keys and values: auto is --dtype; fp8 needs a GPU."),
-]
-BlockOption = Annotated[
-    int, typer.Option("--block-size", "--page-size", help="Tokens in a page of keys and values.", min=1)
 ]
 PrefixOption = Annotated[
     bool,
@@ -190,6 +189,7 @@ def serve(
     block_size: BlockOption = 16,
     enable_prefix_caching: PrefixOption = True,
     seed: SeedOption = 0,
+    speculate: SpeculateOption = None,
     lora_modules: AdapterOption = None,
     adapter_folder: AdapterFolderOption = None,
     max_loras: SlotsOption = 0,
@@ -243,6 +243,7 @@ def serve(
         "page_size": block_size,
         "prefix_cache": enable_prefix_caching,
         "seed": seed,
+        "speculation": speculate,
         "adapter_slots": max_loras or (16 if chosen["adapters"] or adapter_folder else 0),
         "max_adapter_rank": max_lora_rank,
         "policy": _policy(scheduling_policy, len(chosen["api_keys"]) + len(chosen["admin_keys"]), background_last),

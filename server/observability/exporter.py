@@ -29,6 +29,10 @@ VLLM_NAMES: Final = {
     "headrace:prefix_cache_queries": "vllm:prefix_cache_queries",
     "headrace:prefix_cache_hits": "vllm:prefix_cache_hits",
     "headrace:preemptions": "vllm:num_preemptions",
+    "headrace:spec_decode_num_drafts": "vllm:spec_decode_num_drafts",
+    "headrace:spec_decode_num_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+    "headrace:spec_decode_num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+    "headrace:spec_decode_num_accepted_tokens_per_pos": "vllm:spec_decode_num_accepted_tokens_per_pos",
     "headrace:prompt_tokens": "vllm:prompt_tokens",
     "headrace:generation_tokens": "vllm:generation_tokens",
     "headrace:choices_finished": "vllm:request_success",
@@ -89,7 +93,7 @@ class _Families(Collector):
         engine = service.engine
         try:
             stats = engine.stats()
-            families += [*_of_engine(engine.info, stats), *_of_steps(stats, engine.step_age)]
+            families += [*_of_engine(engine.info, stats), *_of_steps(stats, engine.step_age), *_of_drafts(stats)]
             model = service.model
         except HeadraceError:  # closed or dead: the server's own counts still stand
             model = ""
@@ -137,6 +141,19 @@ def _of_steps(stats: EngineStats, step_age: float) -> Iterator[Metric]:
     what = "Seconds with a step in flight; the rate is the share of time in which the device is in use."
     yield _counter("device_busy_seconds", what, stats.busy_seconds)
     yield _gauge("step_age_seconds", "Seconds for which no step has ended while one is in flight, else 0.", step_age)
+
+
+def _of_drafts(stats: EngineStats) -> Iterator[Metric]:
+    what = "Runs of drafts that steps verified, one for each choice and step that had any."
+    yield _counter("spec_decode_num_drafts", what, stats.draft_runs)
+    yield _counter("spec_decode_num_draft_tokens", "Drafts that steps verified.", stats.drafted_tokens)
+    yield _counter("spec_decode_num_accepted_tokens", "Drafts that were right.", stats.accepted_tokens)
+    what = "Drafts that were right, by their position in the run."
+    by_position = CounterMetricFamily("headrace:spec_decode_num_accepted_tokens_per_pos", what, labels=["position"])
+    for position, count in enumerate(stats.accepted_by_position or (0,)):
+        by_position.add_metric([str(position)], count)
+    yield by_position
+    yield _gauge("spec_decode_depth", "Most drafts of a choice in the latest step.", stats.speculation_depth)
 
 
 def _of_server(service: Service) -> Iterator[Metric]:

@@ -170,6 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str, object]] = [
     ({"include_stop_str_in_output": "perhaps"}, "include_stop_str_in_output", None),
     ({"skip_special_tokens": None}, "skip_special_tokens", None),
     ({"deterministic": 2}, "deterministic", None),
+    ({"speculate": "never"}, "speculate", None),
     ({"spaces_between_special_tokens": "perhaps"}, "spaces_between_special_tokens", None),
 ]
 

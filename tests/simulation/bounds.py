@@ -118,6 +118,7 @@ class Bounds:
             (scheduler.suspension, "resume", self._wait_again),
             (scheduler.suspension, "preempt", self._preempt),
             (roster, "end", self._end),
+            (roster, "charge", self._gain),
             (scheduler, "plan", self._plan),
             (admission, "share_rows", self._share_rows),
             (scheduler.prefixes, "find", self._find),
@@ -173,6 +174,11 @@ class Bounds:
             if samples:
                 self._charge(request, "output_cost", 1)
         return made
+
+    def _gain(self, call: Callable[[Request, int], None], request: Request, tokens: int) -> None:
+        """Right drafts gave a request more tokens than the one that was charged with the plan."""
+        call(request, tokens)
+        self._charge(request, "output_cost", tokens)
 
     def _end(self, call: Callable[[Request], None], request: Request) -> None:
         call(request)

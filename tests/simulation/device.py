@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from headrace.engine.model.shared.late_rows import LateRows
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.engine.scheduling.result import NoToken, StepResult
@@ -30,6 +32,15 @@ class RigRunner(ScriptedRunner):
         self.left_out = 0
         self._forced: dict[int, list[int]] = {}
         """Tokens that grammars force behind those of the step that is launched, by work."""
+        self.lengths: dict[int, int] = {}
+        """Row that speculates -> number of its tokens, those of launched steps included."""
+        self.rate = 0.5
+        """How many of the drafts are right."""
+        self._stops: dict[int, frozenset[int]] = {}
+        self._drafts: dict[int, int] = {}
+        """Row -> number of drafts that the step which is launched verifies for it."""
+        self._runs: dict[int, list[int]] = {}
+        """Work of that step -> its tokens behind the first."""
 
     def launch(self, plan: StepPlan) -> ScriptedStep:
         plan = replace(plan, given=self._late.take(plan))
@@ -38,11 +49,55 @@ class RigRunner(ScriptedRunner):
             self._hosted.discard(row.row)
             self._jumping.discard(row.row)
             self._masked.discard(row.row)
+            self.lengths.pop(row.row, None)
+            if row.speculates:
+                self.lengths[row.row] = row.start + len(row.tokens)
+                self._stops[row.row] = row.stop_ids
         self._jumping.update(options.row for options in plan.options if options.jumps)
         self._hosted.update(options.row for options in plan.options if options.processor is not None)
         self._masked.update(options.row for options in plan.options if options.grammar is not None)
         self._masked -= self._hosted
-        return super().launch(plan)
+        return super().launch(self._located(plan))
+
+    def _located(self, plan: StepPlan) -> StepPlan:
+        """The plan with true positions in place of the upper bounds of rows that speculate, and with their drafts."""
+        self._drafts = {}
+        works = list(plan.each_work())
+        for index, row in enumerate(plan.rows):
+            if row in self.lengths:
+                most = plan.drafts[index] if plan.drafts else 0
+                start = self.lengths[row] - 1
+                assert start <= works[index].start, "a row is longer than its bound"
+                self._drafts[row] = drafts = scripted_token([plan.step, row, 1], most + 1) if most else 0
+                works[index] = works[index]._replace(start=start, num_tokens=1 + drafts)
+        return replace(plan, decodes=[], rows=[], starts=[], others=works, _works=None)
+
+    def _draft(self, plan: StepPlan, work: Work) -> None:
+        """Write the row's tokens to come, some of them wrong, where the tokens of the step are read."""
+        tokens, table, size = self._tokens[work.row], self._tables[work.row], self.capacity.page_size
+        for ahead in range(work.num_tokens - 1):
+            position = work.start + ahead
+            self._cells[table[position // size]][position % size] = tokens[position]
+            read = self._read(work._replace(num_tokens=ahead + 1))
+            token = scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size)
+            is_right = scripted_token([plan.step, work.row, ahead], 1000) < 1000 * self.rate
+            tokens[position + 1] = token if is_right else (token + 1) % self.capacity.vocab_size
+
+    def _verify(self, index: int, work: Work) -> int:
+        """Choose the tokens of a row for as long as drafts are right; return the first of them."""
+        tokens, run = self._tokens[work.row], list[int]()
+        drafts = self._drafts.get(work.row, 0)
+        for count in range(work.num_tokens - drafts, work.num_tokens + 1):
+            read = self._read(work._replace(num_tokens=count))
+            run.append(scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size))
+            place = work.start + count
+            is_right = count < work.num_tokens and tokens[place] == run[-1]
+            tokens[place] = run[-1]
+            if not is_right or run[-1] in self._stops[work.row]:
+                break
+        self.lengths[work.row] = place + 1
+        self._runs[index] = run[1:]
+        return run[0]
 
     def _cell_places(self, work: Work) -> list[tuple[int, int]]:
         """Page and cell of every position that `work` reads or writes."""
@@ -57,6 +112,9 @@ class RigRunner(ScriptedRunner):
 
     def _write(self, plan: StepPlan) -> None:
         going = [work for work in plan.works if work.row not in self._late]
+        for work in going:
+            if self._drafts.get(work.row):
+                self._draft(plan, work)
         super()._write(replace(plan, decodes=[], others=going))
         for work in going:
             places = self._cell_places(work)
@@ -65,11 +123,21 @@ class RigRunner(ScriptedRunner):
                 self._cells[page][cell] = SPOILT
 
     def _result(self, plan: StepPlan, sampled: Sequence[int | NoToken]) -> StepResult:
-        return super()._result(plan, sampled)._replace(forced=self._forced)
+        result = super()._result(plan, sampled)._replace(forced=self._forced)
+        if not any(self._drafts.values()):
+            return result
+        runs = [[first, *self._runs.get(index, ())] for index, first in enumerate(result.ids)]
+        places = np.cumsum([0, *map(len, runs)])
+        return result._replace(
+            ids=[token for run in runs for token in run],
+            counts=list(map(len, runs)),
+            instead={int(places[index]): what for index, what in result.instead.items()},
+            drafted=[self._drafts.get(work.row, 0) for work in plan.works],
+        )
 
     def _sample(self, plan: StepPlan) -> list[int | NoToken]:
         sampled: list[int | NoToken] = []
-        self._forced = {}
+        self._forced, self._runs = {}, {}
         for index, work in enumerate(plan.works):
             token: int | NoToken = 0
             if work.row in self._late:
@@ -79,6 +147,8 @@ class RigRunner(ScriptedRunner):
             elif work.samples and work.row in self._hosted:
                 token = NoToken.CHOSEN_LATER
                 self._tokens[work.row][work.start + work.num_tokens] = token.value
+            elif work.samples and work.row in self.lengths:
+                token = self._verify(index, work)
             elif work.samples:
                 read = self._read(work)
                 token = scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size)

@@ -463,7 +463,7 @@ class EngineWorld:
             tamper(self)
         scheduler = self._loop().scheduler
         self.pages = Pages(scheduler)
-        self.watch = StepWatch(scheduler, ended=())
+        self.watch = StepWatch(scheduler, ended=(), lengths={})
         Bounds(scheduler)
         plan, commit, fail = scheduler.plan, scheduler.commit, scheduler.failures.fail_step
 

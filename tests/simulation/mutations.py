@@ -18,7 +18,7 @@ from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import NoToken, StepResult
 
-__all__ = ["MUTATIONS"]
+__all__ = ["MUTATIONS", "planted", "replace"]
 
 MUTATIONS: dict[str, Callable[[Rig], None]] = {}
 """Name of a bug -> what plants it."""

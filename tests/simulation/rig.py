@@ -5,7 +5,7 @@ Owns the steps in flight and the record of what happened; never decides what hap
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +25,8 @@ from headrace.engine.scheduling.pooling import Pooling
 from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import NoToken, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
+from headrace.engine.scheduling.speculation.counts import Speculation
+from headrace.engine.scheduling.speculation.runs import runs_of
 from headrace.engine.testing import scripted_token, scripted_vector
 
 __all__ = ["Rig", "capacity", "reference", "say_commit", "say_plan"]
@@ -88,6 +90,8 @@ class Rig:
         policy: Policy | None = None,
         places: int = 0,
         itl_target: float | None = None,
+        drafts: int = 0,
+        choose: Callable[[int, int], int] | None = None,
     ) -> None:
         self.capacity = capacity
         self.depth = depth
@@ -98,6 +102,7 @@ class Rig:
             policy=policy,
             host=HostPages(places),
             itl_target=itl_target,
+            speculation=Speculation(drafts, capacity, choose) if drafts else None,
         )
         self.now = 0.0
         """Seconds; whoever drives the rig moves it on."""
@@ -108,7 +113,7 @@ class Rig:
         self.prompts: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
         """Request id -> its one end: a finish reason or the name of its error."""
-        self._watch = StepWatch(self.scheduler, self.ends)
+        self._watch = StepWatch(self.scheduler, self.ends, self.runner.lengths)
         Bounds(self.scheduler)
         self.flights = self._watch.flights
         self.awaited: list[tuple[Request, int]] = []
@@ -120,6 +125,9 @@ class Rig:
         """Work items of requests whose first pages had slid out of the window."""
         self.copies = 0
         self._turns = 0
+        self._charged = 0
+        """Tokens that the commit charged beyond one a row."""
+        self._count_charges()
         self._events: deque[tuple[Callable[..., str], tuple[object, ...]]] = deque(maxlen=_TRACE)
 
     # -- actions ------------------------------------------------------------------------------------------------------
@@ -144,6 +152,7 @@ class Rig:
         before: Request | None = None,
         pooling: Pooling | None = None,
         alone: bool = False,
+        speculates: bool = False,
     ) -> list[Request]:
         """Queue the `n` choices of a prompt, as the engine does.
 
@@ -167,6 +176,7 @@ class Rig:
                 grammar=_SCRIPT if jumps or masked else None,
                 pooling=pooling,
                 alone=alone,
+                speculates=speculates and not (hooked or jumps or masked or alone or holds or pooling is not None),
             )
             request = Request(
                 asked,
@@ -324,7 +334,9 @@ class Rig:
             if bad is not None:
                 result = _changed(result, bad[0] % plan.size, bad[1])
             self._note(say_commit, plan, result)
+            self._charged = 0
             emissions = list(self.scheduler.commit(plan, result).each())
+            self._check_charges(plan, emissions)
             self.awaited += [(r, plan.step) for r, *_ in plan.works if r.awaited == plan.step]
         for emission in emissions:
             self._take(emission)
@@ -455,12 +467,43 @@ class Rig:
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
+    def _check_charges(self, plan: StepPlan, emissions: Sequence[Emission]) -> None:
+        """What a step gave beyond one token a row is charged at its commit."""
+        gained = Counter(emission.request.id for emission in emissions if emission.token is not None)
+        further = sum(gained[each.id] - 1 for each in plan.decodes if each.asked.speculates and gained[each.id])
+        failed = any(emission.error is not None for emission in emissions)
+        assert self._charged == further or failed, f"{self._charged} tokens charged, and {further} gained"
+
+    def _check_lengths(self) -> None:
+        """The number of tokens that a row has on the device lies within what the scheduler expects."""
+        if self.flights and self.flights[-1].step is None:
+            return
+        for request in self.live(State.RUNNING, State.PAUSED):
+            length = self.runner.lengths.get(request.row)
+            odd = request.discard or request.leaving or request.planned < request.prompt_len
+            if request.asked.speculates and length is not None and not odd and not self._faulty():
+                assert request.sure < length <= request.known, f"r{request.id} has {length} tokens"
+
+    def _count_charges(self) -> None:
+        roster = self.scheduler.roster
+        charge = roster.charge
+
+        def charges(request: Request, tokens: int) -> None:
+            self._charged += tokens
+            charge(request, tokens)
+
+        roster.charge = charges  # type: ignore[method-assign]
+
+    def _faulty(self) -> bool:
+        return any(flight.plan.step in self.faults for flight in self.flights)
+
     def _note(self, say: Callable[..., str], *values: object) -> None:
         self._events.append((say, values))
 
     def _settled(self) -> None:
         """What holds between any two actions."""
         self._watch.settled()
+        self._check_lengths()
 
     def _take(self, emission: Emission) -> None:
         """See that an emission is right and comes before its request's end."""
@@ -484,7 +527,8 @@ class Rig:
         elif emission.error is not None:
             self._end(request, type(emission.error).__name__)
         else:
-            assert request.state is not State.FINISHED or self.heard[request.id] < len(request.tokens)
+            more = self.heard.get(request.id, 0) < len(request.tokens)
+            assert request.state is not State.FINISHED or more or request.failed
 
     def _end(self, request: Request, end: str) -> None:
         assert request.state is State.FINISHED
@@ -513,7 +557,9 @@ def say_plan(plan: StepPlan, fault: str) -> str:
 
 
 def _changed(result: StepResult, index: int, token: int | NoToken) -> StepResult:
-    """The result with `token` for one of its works."""
+    """The result with `token` for one of its works, in place of the last that it gained."""
+    if result.counts is not None:
+        index = sum(result.counts[: index + 1]) - 1
     if isinstance(token, NoToken):
         return result._replace(instead={**result.instead, index: token})
     instead = {at: what for at, what in result.instead.items() if at != index}
@@ -522,8 +568,8 @@ def _changed(result: StepResult, index: int, token: int | NoToken) -> StepResult
 
 def say_commit(plan: StepPlan, result: StepResult) -> str:
     got = " ".join(
-        f"r{work.request.id}={result.instead.get(index, result.ids[index])}"
-        for index, work in enumerate(plan.works)
+        f"r{work.request.id}={','.join(map(str, ids))}{result.instead.get(place + len(ids) - 1, '')}"
+        for (place, ids), work in zip(runs_of(plan, result), plan.works, strict=True)
         if work.samples
     )
     return f"commit     step {plan.step}: {got or 'no tokens'}"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from commit import chosen, head
+from simulation import draft_mutations  # noqa: F401 - plants its bugs in `MUTATIONS`
 from simulation.engine_mutations import ENGINE_MUTATIONS
 from simulation.engine_world import live
 from simulation.mutations import MUTATIONS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from headrace.engine.scheduling.load import live_tokens, num_swapped
@@ -29,8 +29,15 @@ class Flight:
 class StepWatch:
     """The steps in flight of one scheduler, and what was written for whom."""
 
-    def __init__(self, scheduler: Scheduler, ended: Container[int]) -> None:
-        """Watch `scheduler`; `ended` has the ids of requests that have been given their end."""
+    def __init__(self, scheduler: Scheduler, ended: Container[int], lengths: Mapping[int, int]) -> None:
+        """Watch `scheduler`.
+
+        Args:
+            scheduler: The scheduler.
+            ended: Ids of requests that have been given their end.
+            lengths: How many tokens the device has of rows that speculate.
+        """
+        self._lengths = lengths
         self.flights: deque[Flight] = deque()
         self._scheduler = scheduler
         self._capacity = scheduler.capacity
@@ -50,8 +57,12 @@ class StepWatch:
     def planned(self, plan: StepPlan, owed: dict[int, int], now: float) -> Flight:
         """See that `plan` may be launched, and count it as in flight."""
         flight = Flight(plan)
+        new = {row.row for row in plan.new_rows}
         for work in plan.works:
-            first = self._first_read(work.request, work.start)
+            start = work.start
+            if work.row in self._lengths and work.row not in new and work.start >= work.request.prompt_len:
+                start = self._lengths[work.row] - 1  # of the device, which may be less far than the plan allows
+            first = self._first_read(work.request, start)
             flight.touched[work.request.id] = (work.request, set(work.request.place.pages[first:]))
         self._check_plan(plan, owed, now)
         self._check_alone(plan)
@@ -75,12 +86,24 @@ class StepWatch:
             roots[target] = roots.get(source, b"nobody's")  # a page may move before it is written
         roots.update({page: host[place] for place, page in plan.fetches})
         size = self._capacity.page_size
-        for request, _, start, count, _ in plan.works:
+        for request, start, count in self._spans(plan):
             begun, first = -(-start // size) - request.place.first_page, start // size - request.place.first_page
             pages = request.place.pages[: (start + count - 1) // size + 1 - request.place.first_page]
             for page in pages[self._first_read(request, start) : begun]:
                 assert roots[page] == request.asked.root, f"r{request.id} reads page {page} of {roots[page]!r}"
             roots.update(dict.fromkeys(pages[first:], request.asked.root))
+
+    @staticmethod
+    def _least(request: Request, start: int) -> int:
+        """The first position that a step just planned may write for `request`, where `start` may be an upper bound."""
+        return request.ready if request.asked.speculates and request.latest_step >= 0 else start
+
+    def _spans(self, plan: StepPlan) -> Iterable[tuple[Request, int, int]]:
+        """The positions that a plan just made may write, from the least to the largest, of each of its requests."""
+        drafts = dict(zip(plan.rows, plan.drafts, strict=False))
+        for request, row, start, count, _ in plan.works:
+            least = self._least(request, start)
+            yield request, least, start + count + drafts.get(row, 0) - least
 
     def _first_read(self, request: Request, position: int) -> int:
         """Where in the pages of `request` those begin that attention reads from `position`."""
@@ -119,18 +142,23 @@ class StepWatch:
         """Budgets, decodes first, and nothing for requests that have ended or are paused."""
         works = plan.works
         assert works and len(works) <= self._capacity.max_rows
-        assert plan.tokens == sum(work.num_tokens for work in works) <= self._capacity.max_batched_tokens
+        computed = sum(work.num_tokens for work in works) + sum(plan.drafts)
+        assert plan.tokens == computed <= self._capacity.max_batched_tokens
         assert len({work.row for work in works}) == len({work.request.id for work in works}) == len(works)
         new = {row.row for row in plan.new_rows}
         decodes = [owed.get(work.request.id) == 1 and work.row not in new for work in works]
         assert decodes == sorted(decodes, reverse=True), "a decode comes after a prefill"
         size = self._capacity.page_size
+        drafts = dict(zip(plan.rows, plan.drafts, strict=False))
+        assert len(plan.drafts) in (0, len(plan.decodes)) and max(plan.drafts, default=0) <= plan.depth
         for work in works:
             request = work.request
+            guesses = drafts.get(work.row, 0)
+            assert not guesses or request.asked.speculates, f"r{request.id} has drafts that it did not ask for"
             assert request.id not in self._ended, f"r{request.id} is planned after its end"
             assert request.asked.deadline is None or request.asked.deadline > now, f"r{request.id} is planned too late"
             assert request.state is State.RUNNING and work.row == request.row and work.num_tokens > 0
-            assert work.start + work.num_tokens == request.planned <= request.room(size)
+            assert work.start + work.num_tokens + guesses == request.planned <= request.room(size)
             assert work.samples == (request.planned == request.known - work.samples and request.asked.pooling is None)
         planned = {work.request.id for work in works}
         others_turn = self._was_alone != plan.alone
@@ -165,7 +193,7 @@ class StepWatch:
         for _, other, touched in in_use:
             if other.forked:  # the page it copied from is its own no longer
                 touched.intersection_update(other.place.pages)
-        for request, _, start, count, _ in plan.works:
+        for request, start, count in self._spans(plan):
             slid = request.place.first_page
             pages = request.place.pages[start // size - slid : (start + count - 1) // size + 1 - slid]
             for page in pages:

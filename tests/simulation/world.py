@@ -90,6 +90,9 @@ class World:
         settings |= NARROW.get(policy or "", {}) if seed % 2 else {}
         if policy in ("fair_share", "deadlines") and seed % 5 == 0:
             settings["background_last"] = True
+        self._guesses = random.Random(f"{seed} drafts")
+        """Of its own, too: how deep steps speculate, and which drafts are right."""
+        drafts = self._guesses.choice([0, 0, 1, 2, 4])
         self._served_apart = policy is not None
         self._deadlines = self._servings.choice([0.0, 0.2, 0.8]) if self._served_apart else 0.0
         self.rig = Rig(
@@ -98,7 +101,11 @@ class World:
             prefix_cache=crowd or chance.random() < 0.8,
             policy=policy_of({"name": policy, **settings}) if policy else None,
             places=self._servings.choice([0, 3, 20, 100]) if self._served_apart else 0,
+            drafts=drafts,
+            choose=lambda rows, context: self._guesses.randint(0, drafts),
         )
+        self.rig.runner.rate = self._guesses.choice([0.0, 0.5, 0.8, 1.0])
+        self._speculating = self._guesses.choice([0.5, 1.0]) if drafts else 0.0
         self.ticks = 0
         self._shared = [[chance.randrange(_VOCAB) for _ in range(chance.randrange(48))] for _ in range(2)]
         self._roots = chance.choice([[b""], [b"", b"tenant"]])
@@ -247,6 +254,7 @@ class World:
                 jumps=not holds and self._hooks.random() < self._hooking,
                 masked=not holds and self._hooks.random() < self._hooking,
                 alone=not holds and self._solo.random() < self._deterministic,
+                speculates=self._guesses.random() < self._speculating,
             )
         except Overloaded:
             assert self._deadlines

@@ -15,6 +15,7 @@ from headrace.engine.model.checkpoint.weights import Source, open_weights
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner, cpu_ops
 from headrace.engine.model.cpu.sizing import cpu_dtype, cpu_limits, cpu_sizes, runs_native
+from headrace.engine.model.drafting.ngram import NgramDrafter
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.adapter_device import adapter_device
@@ -85,7 +86,8 @@ def _make_runner(
         load = _foreign_loader(source, ops, dtype)
     else:
         load = _loader(config, spec, source, ops, dtype, threads)
-    return CpuRunner(load, ops, capacity, threads, bank)
+    drafter = None if config.speculation is None else NgramDrafter(config.speculation.longest)
+    return CpuRunner(load, ops, capacity, threads, bank, drafter)
 
 
 def _foreign_loader(model: ForeignModel, ops: dict[MixerSpec, CpuOps], dtype: torch.dtype) -> Callable[[], CpuDecoder]:

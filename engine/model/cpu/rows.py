@@ -39,7 +39,8 @@ class StepBatch:
     samplers: list[int]
     """Indices of the plan's works that sample, in order."""
     last_S: Tensor
-    """Index of each sampler's last token among the N of the step, int64."""
+    """Index of each sampler's last token among the N of the step, int64; with drafts, those of all of its positions
+    behind which a token may be chosen."""
     choosing: list[Choosing]
     prompts: list[PromptSpan]
     """Prompt positions for which log-probabilities are wanted."""
@@ -77,7 +78,7 @@ class CpuRows:
             self._tokens[given.row, given.start : given.start + len(given.tokens)] = given.tokens
             self.options.give(given)
             self._stopped[given.row] = False
-        for row, start, tokens, sampling, _, stop_ids in plan.new_rows:
+        for row, start, tokens, sampling, _, stop_ids, _ in plan.new_rows:
             self._tokens[row, start : start + len(tokens)] = tokens
             self._sampling[row] = sampling
             self._stop_ids[row], self._stopped[row] = stop_ids, False
@@ -94,10 +95,11 @@ class CpuRows:
         """Return whether none of `works` is worth computing, since each of their rows has stopped or is late."""
         return all(map(self._is_left_out, works))
 
-    def batch(self, works: Sequence[Work]) -> StepBatch:
+    def batch(self, works: Sequence[Work], drafted: Sequence[int] | None = None) -> StepBatch:
         """Gather the tensors for `works`: decodes first, those of similar context length side by side, then prefills.
 
-        Rows that have stopped or are late are left out; at least one is not.
+        Rows that have stopped or are late are left out; at least one is not. The last tokens of a work may be drafts,
+        as many as `drafted` says.
         """
         going = [index for index, work in enumerate(works) if not self._is_left_out(work)]
         decodes = sorted((index for index in going if works[index].num_tokens == 1), key=lambda at: works[at].start)
@@ -107,7 +109,8 @@ class CpuRows:
             [np.arange(works[index].start, works[index].start + works[index].num_tokens) for index in order]
         )
         slots = self._tables[rows, positions // self._size] * self._size + positions % self._size
-        samplers, last, choosing, prompts, pooled = [], [], [], [], []
+        samplers, choosing, prompts, pooled = [], [], [], []
+        last: list[int] = []
         end = 0
         for index in order:
             work = works[index]
@@ -120,8 +123,8 @@ class CpuRows:
             end += work.num_tokens
             if work.samples:
                 samplers.append(index)
-                last.append(end - 1)
-                choosing.append(self._choosing(work))
+                last += range(end - 1 - (drafted[index] if drafted else 0), end)
+                choosing.append(self.choosing(work))
         paged = PagedBatch(
             positions_N=torch.from_numpy(positions),
             slots_N=torch.from_numpy(slots),
@@ -142,21 +145,30 @@ class CpuRows:
     def _users(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> list[AdapterUsers]:
         return [] if self._bank is None else self._bank.users(rows, positions)
 
+    @property
+    def tokens_RN(self) -> NDArray[np.int64]:
+        """The tokens of all rows, int64 [rows, positions]."""
+        return self._tokens
+
+    def goes_on(self, row: int) -> bool:
+        """Return whether `row` has not just chosen one of its stop ids."""
+        return not self._stopped[row]
+
     def known(self, work: Work) -> NDArray[np.int64]:
         """Return the tokens of a work's row up to the work's end."""
         return self._tokens[work.row, : work.start + work.num_tokens]
 
-    def append(self, works: Sequence[Work], samplers: Sequence[int], tokens: Sequence[int]) -> None:
-        """Store the tokens just sampled, for the next step to read."""
-        for index, token in zip(samplers, tokens, strict=True):
-            work = works[index]
+    def append(self, works: Sequence[Work], tokens: Sequence[int]) -> None:
+        """Store the tokens just sampled behind `works`, for the next step to read."""
+        for work, token in zip(works, tokens, strict=True):
             self._tokens[work.row, work.start + work.num_tokens] = max(token, 0)
             self._stopped[work.row] = token in self._stop_ids[work.row]
 
     def _is_left_out(self, work: Work) -> bool:
         return self._stopped[work.row] or work.row in self.options.late
 
-    def _choosing(self, work: Work) -> Choosing:
+    def choosing(self, work: Work) -> Choosing:
+        """Return the parameters by which the token behind `work` is chosen."""
         sampling = self._sampling[work.row]
         return Choosing(
             sampling.temperature,

@@ -16,8 +16,10 @@ from torch.nn import functional
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.cpu.adapters import CpuBank
+from headrace.engine.model.cpu.drafts import CpuDrafts, Verified, verify, with_verified
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
+from headrace.engine.model.drafting.ngram import Drafter
 from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.network.rotation import growth_table, rotation_table
@@ -26,7 +28,7 @@ from headrace.engine.model.shared.memory import free_host_bytes, return_freed_me
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.shared.results import step_result
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, Paged, SinkAttention, SoftcappedAttention
-from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan
+from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan, Work
 from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu.block import CpuOps
@@ -193,6 +195,7 @@ class CpuRunner:
         capacity: Capacity,
         threads: int,
         bank: CpuBank | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Load the model, allocate the paged cache and start the thread.
 
@@ -202,6 +205,7 @@ class CpuRunner:
             capacity: Pages, rows and tokens.
             threads: Number of threads that one operation uses.
             bank: The adapters that rows may use; None without adapters.
+            drafter: Guesses tokens for rows that speculate; None where no row does.
         """
         decoder = load()
         self._load: Callable[[], CpuDecoder] | None = load
@@ -210,6 +214,7 @@ class CpuRunner:
         self._any = next(iter(ops.values()))  # what does not depend on the kind of a layer is asked of one
         self._kv = CpuKv.allocate(kv_layout(decoder.spec, ops), capacity.num_pages, self._any.dtype)
         self._rows = CpuRows(capacity, bank)
+        self._drafts = None if drafter is None else CpuDrafts(capacity, drafter)
         self._hosts: tuple[HostPool, ...] = ()
         self._thread = PlanThread(self._carry_out, name="headrace-cpu", threads=threads)
 
@@ -270,16 +275,12 @@ class CpuRunner:
     def _run(self, plan: StepPlan) -> StepResult:
         decoder = self._decoder
         assert decoder is not None
-        for host, pool in zip(self._hosts, self._kv.pools, strict=False):
-            host.spill(pool, plan.spills)
-        self._rows.update(plan)
-        self._kv.copy_pages(plan.copies)
-        for host, pool in zip(self._hosts, self._kv.pools, strict=False):
-            host.fetch(pool, plan.fetches)
-        tokens = [0] * len(plan.works)
-        if self._rows.all_stopped(plan.works):
+        self._apply(plan)
+        works, drafted = self._placed(plan)
+        tokens = [0] * len(works)
+        if self._rows.all_stopped(works):
             return StepResult(tokens)
-        batch = self._rows.batch(plan.works)
+        batch = self._rows.batch(works, drafted)
         steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
         last_S = batch.last_S
         if batch.prompts:
@@ -291,33 +292,81 @@ class CpuRunner:
         choices: dict[int, Choice] = {}
         forced: dict[int, Sequence[int]] = {}
         hosts = self._rows.hosts
-        count = len(batch.samplers)
+        count = len(batch.last_S)
+        verified: dict[int, Verified] = {}
         if count:
-            sampling = [plan.works[index] for index in batch.samplers]
             logits_SV = decoder.logits(hidden_SE[:count], self._adapted(batch.adapted_samplers))
             self._any.rest()
-            chosen, found, runs = self._rows.options.choose(logits_SV, sampling, batch.choosing, self._rows.known)
-            self._rows.append(plan.works, batch.samplers, chosen)
-            for place, (index, token) in enumerate(zip(batch.samplers, chosen, strict=True)):
+            found: dict[int, Report] = {}
+            runs: dict[int, Sequence[int]] = {}
+            if count > len(batch.samplers):
+                verified = self._verify(logits_SV, works, batch.samplers, drafted)
+                chosen = [verified[index].tokens[0] for index in batch.samplers]
+            else:
+                sampling = [works[index] for index in batch.samplers]
+                chosen, found, runs = self._rows.options.choose(logits_SV, sampling, batch.choosing, self._rows.known)
+                self._append(sampling, chosen)
+            place = 0
+            for index, token in zip(batch.samplers, chosen, strict=True):
                 tokens[index] = token
-                work = plan.works[index]
+                work = works[index]
                 if hosts.asks[work.row]:
                     choices[index] = hosts.choice(work.row, logits_SV[place].float().numpy())
+                place += 1 + drafted[index]
             reports = {batch.samplers[place]: report for place, report in found.items()}
             forced = {batch.samplers[place]: rest for place, rest in runs.items()}
-        if not (reports or choices or forced or batch.prompts or batch.pooled):
+        if not (reports or choices or forced or batch.prompts or batch.pooled or verified):
             return step_result(tokens)
         first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
 
         def logits(hidden_PE: Tensor, work: int) -> Tensor:
-            users = self._rows.row_users(plan.works[work].row, len(hidden_PE))
+            users = self._rows.row_users(works[work].row, len(hidden_PE))
             return decoder.logits(hidden_PE, self._adapted(users))
 
         prompts = self._rows.options.prompt_reports(batch.prompts, hidden_SE[count:first_pooled], logits)
         pooled = self._rows.pools.pool(batch.pooled, hidden_SE[first_pooled:])
-        return step_result(
+        result = step_result(
             tokens, reports=reports, prompt_reports=prompts, pooled=pooled, choices=choices, forced=forced
         )
+        return with_verified(result, verified, drafted[: len(plan.decodes)]) if verified else result
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Take in what a plan changes before its works."""
+        for host, pool in zip(self._hosts, self._kv.pools, strict=False):
+            host.spill(pool, plan.spills)
+        self._rows.update(plan)
+        self._kv.copy_pages(plan.copies)
+        for host, pool in zip(self._hosts, self._kv.pools, strict=False):
+            host.fetch(pool, plan.fetches)
+
+    def _placed(self, plan: StepPlan) -> tuple[Sequence[Work], Sequence[int]]:
+        """Return the works of a plan that has been applied, where they truly are, and how many drafts each has."""
+        if self._drafts is None:
+            return plan.works, [0] * plan.size
+        self._drafts.update(plan)
+        return self._drafts.place(plan, self._rows.tokens_RN, self._rows.goes_on)
+
+    def _append(self, works: Sequence[Work], chosen: Sequence[int]) -> None:
+        """Store the tokens that `works` chose for the next step."""
+        self._rows.append(works, chosen)
+        if self._drafts is not None:
+            for work in works:
+                self._drafts.reach(work.row, work.start + work.num_tokens + 1)
+
+    def _verify(
+        self, logits_SV: Tensor, works: Sequence[Work], samplers: Sequence[int], drafted: Sequence[int]
+    ) -> dict[int, Verified]:
+        """Return what the works with the indices `samplers` chose, of a step with drafts."""
+        rows = self._rows
+
+        def choose(logits_AV: Tensor, parts: Sequence[Work]) -> tuple[list[int], dict[int, Report]]:
+            chosen, reports, _ = rows.options.choose(logits_AV, parts, list(map(rows.choosing, parts)), rows.known)
+            self._append(parts, chosen)
+            return chosen, reports
+
+        sampling, drafts = [works[index] for index in samplers], [drafted[index] for index in samplers]
+        found = verify(logits_SV, sampling, drafts, rows.tokens_RN, rows.goes_on, choose)
+        return dict(zip(samplers, found, strict=True))
 
     def _adapted(self, users: Sequence[AdapterUsers]) -> Mapping[MixerSpec, CpuAdapterOps] | None:
         """Return the operations of a step in which tokens use adapters; None if no token does."""

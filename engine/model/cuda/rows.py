@@ -216,7 +216,7 @@ class DeviceRows:
         scatter_words(target, self._staged, len(places))
 
     def _add_row(self, new: NewRow) -> None:
-        row, start, tokens, sampling, slot, stop_ids = new
+        row, start, tokens, sampling, slot, stop_ids, _ = new
         first = self._offset["pool"] + row * self._context + start
         self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
         floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)

@@ -80,13 +80,14 @@ class Prefixes:
             self.promises.setdefault(key, request)
 
     def offer(self, request: Request) -> None:
-        """Offer the pages of `request` that are full, planned and of known tokens to requests with the same prefix.
+        """Offer the pages of `request` that are full, planned and of committed tokens to requests with the same prefix.
 
-        If a step may skip the row, as with a grammar, only computed pages are offered.
+        If a step may skip the row, as with a grammar, only computed pages are offered. What steps in flight write
+        beyond what is sure, if drafts are right, is not offered.
         """
         if not self.enabled:
             return
-        reached = request.planned if request.asked.grammar is None else request.computed
+        reached = request.sure if request.asked.grammar is None else request.computed
         full = min(reached, len(request.tokens)) // self._pool.page_size
         if request.place.registered >= full:
             return

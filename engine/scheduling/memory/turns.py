@@ -25,7 +25,7 @@ class KeptTurns:
     def keep(self, request: Request) -> None:
         """Keep the pages of an ended request, which has nothing in flight, for the next turn of the conversation."""
         ended_itself = request.tokens[-1] in request.stop_ids  # a device may skip tokens planned after a stop token
-        request.computed = min(request.planned, len(request.tokens) - ended_itself)
+        request.computed = min(request.sure, len(request.tokens) - ended_itself)
         if not self._enabled:
             return
         self._offer(request)

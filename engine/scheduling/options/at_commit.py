@@ -128,7 +128,7 @@ class _Report:
         """
         if found := part.result.prompt_reports.get(part.item):
             request.prompt_reports += found[len(request.prompt_reports) - part.start :]
-        self._then.apply(request, part._replace(report=part.result.reports.get(part.item)), commit)
+        self._then.apply(request, part._replace(report=part.result.reports.get(part.place)), commit)
 
 
 _GAIN_TOKEN = _GainToken()

@@ -105,7 +105,7 @@ def test_a_group_of_decodes_wastes_little_on_padding(starts: list[int]) -> None:
 def test_sampled_tokens_feed_the_next_step_in_their_own_rows() -> None:
     rows = filled({2: 5, 6: 9})
     works = [work(6, 8, 1), work(2, 0, 4, samples=False), work(2, 4, 1)]
-    rows.append(works, [2, 0], [777, 888])
+    rows.append([works[2], works[0]], [777, 888])
     batch = rows.batch([work(2, 5, 1), work(6, 9, 1)])
     assert sorted(batch.tokens_N.tolist()) == [777, 888]
     assert dict(zip(batch.tokens_N.tolist(), batch.paged.positions_N.tolist(), strict=True)) == {777: 5, 888: 9}
@@ -113,7 +113,7 @@ def test_sampled_tokens_feed_the_next_step_in_their_own_rows() -> None:
 
 def test_a_broken_row_feeds_an_id_that_the_embedding_has() -> None:
     rows = filled({0: 3})
-    rows.append([work(0, 2, 1)], [0], [-1])
+    rows.append([work(0, 2, 1)], [-1])
     assert rows.batch([work(0, 3, 1)]).tokens_N.tolist() == [0]
 
 
@@ -136,7 +136,7 @@ def test_the_last_token_of_the_longest_context_has_a_place() -> None:
     plan.new_rows.append(NewRow(0, 0, list(range(100)), Sampling()))
     plan.entries.extend(PageEntry(0, place, place) for place in range(25))
     rows.update(plan)
-    rows.append([work(0, 99, 1)], [0], [42])
+    rows.append([work(0, 99, 1)], [42])
     assert rows.batch([work(0, 99, 1)]).tokens_N.tolist() == [99]
 
 
@@ -147,9 +147,9 @@ def test_a_row_that_sampled_a_stop_id_is_left_out_until_it_is_given_away() -> No
     plan.entries.append(PageEntry(2, 0, 60))
     rows.update(plan)
     step = [work(1, 3, 1), work(2, 3, 1), work(0, 3, 1)]
-    rows.append([work(2, 2, 1)], [0], [8])
+    rows.append([work(2, 2, 1)], [8])
     assert rows.batch(step).samplers == [0, 1, 2]
-    rows.append(step, [0, 1, 2], [9, 9, 9])
+    rows.append(step, [9, 9, 9])
     later = [work(1, 4, 1), work(2, 4, 1), work(0, 4, 1)]
     assert rows.batch(later).samplers == [0, 2] and rows.batch(later).tokens_N.tolist() == [9, 9]
     assert rows.all_stopped(later[1:2]) and not rows.all_stopped(later)

@@ -1,0 +1,150 @@
+"""`CpuDrafts`: drafts of a CPU's rows, and which of them are right; the device knows here how long its rows are.
+
+Plans are made before the tokens of the steps before them are known, so they hold upper bounds of rows that speculate.
+Owns the true lengths of these rows; never runs the model. Next to read: runner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.model.drafting.ngram import Drafter
+from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
+from headrace.engine.scheduling.result import NoToken, StepResult
+from headrace.engine.scheduling.shaping import Report
+
+__all__ = ["Choose", "CpuDrafts", "Verified", "verify", "with_verified"]
+
+Choose: TypeAlias = Callable[[Tensor, Sequence[Work]], tuple[list[int], dict[int, Report]]]
+"""Chooses, stores and counts the token behind each of some works by its logits, float [works, vocabulary]; returns the
+ids, or codes in place of ids, and reports by index."""
+
+
+class Verified(NamedTuple):
+    """The tokens that one work chose: its own, and one more for each draft that was right."""
+
+    tokens: list[int]
+    """Ids; the last may be a code of `NoToken`."""
+    reports: dict[int, Report]
+    """Reports by place in `tokens`."""
+
+
+class CpuDrafts:
+    """Rows that speculate, and their drafts."""
+
+    def __init__(self, capacity: Capacity, drafter: Drafter) -> None:
+        """Start without rows; `drafter` guesses for those to come."""
+        self._drafter = drafter
+        self._lengths = [0] * capacity.max_rows
+        """Number of tokens of each row that speculates, with those that it has just chosen; 0 for other rows."""
+
+    def update(self, plan: StepPlan) -> None:
+        """Apply the plan's new rows."""
+        for new in plan.new_rows:
+            self._lengths[new.row] = new.start + len(new.tokens) if new.speculates else 0
+
+    def place(
+        self, plan: StepPlan, tokens_RN: NDArray[np.int64], goes_on: Callable[[int], bool]
+    ) -> tuple[list[Work], list[int]]:
+        """Return the works of `plan` where they truly are, their drafts included, and the number of drafts of each.
+
+        Args:
+            plan: A plan that has been applied.
+            tokens_RN: int64 [rows, positions], where drafts are put behind the tokens of their rows.
+            goes_on: Returns whether a row has not ended; one that has needs no drafts.
+        """
+        works = list(plan.each_work())
+        drafted = [0] * len(works)
+        for index, row in enumerate(plan.rows):
+            length = self._lengths[row]
+            if not length:
+                continue
+            drafts: list[int] = []
+            if plan.drafts and plan.drafts[index] and goes_on(row):
+                drafts = self._drafter.draft(tokens_RN[row, :length], plan.drafts[index])
+                tokens_RN[row, length : length + len(drafts)] = drafts
+            works[index] = works[index]._replace(start=length - 1, num_tokens=1 + len(drafts))
+            drafted[index] = len(drafts)
+        return works, drafted
+
+    def reach(self, row: int, length: int) -> None:
+        """Take note that `row` has `length` tokens, the one just chosen included."""
+        if self._lengths[row]:
+            self._lengths[row] = length
+
+
+def verify(
+    logits_SV: Tensor,
+    works: Sequence[Work],
+    drafted: Sequence[int],
+    tokens_RN: NDArray[np.int64],
+    goes_on: Callable[[int], bool],
+    choose: Choose,
+) -> list[Verified]:
+    """Choose the token behind each work, and one behind each draft as long as the drafts are what was chosen.
+
+    A token is chosen by the same logits, noise, counts and masks as if the tokens before it had been computed one by
+    one, so drafts decide how many tokens a step gives and never which (Daliri, Musco and Suresh, 2024).
+
+    Args:
+        logits_SV: float [positions, vocabulary]: for each work those of its drafts and the token before them, in order.
+        works: The works that sample; a work's drafts are its last tokens.
+        drafted: Number of drafts of each work.
+        tokens_RN: int64 [rows, positions], with the drafts.
+        goes_on: Returns whether a row has not ended with the token just chosen.
+        choose: Chooses tokens.
+    """
+    counts = np.array(drafted, np.int64) + 1
+    firsts = np.cumsum(counts) - counts
+    found = [Verified([], {}) for _ in works]
+    going = list(range(len(works)))
+    ahead = 0
+    while going:
+        parts = [works[at]._replace(num_tokens=works[at].num_tokens - drafted[at] + ahead) for at in going]
+        guesses = [
+            int(tokens_RN[part.row, part.start + part.num_tokens]) if ahead < drafted[at] else -1
+            for at, part in zip(going, parts, strict=True)
+        ]
+        chosen, reports = choose(logits_SV[firsts[going] + ahead], parts)
+        for place, report in reports.items():
+            found[going[place]].reports[ahead] = report
+        for at, token in zip(going, chosen, strict=True):
+            found[at].tokens.append(token)
+        going = [
+            at
+            for at, token, guess, part in zip(going, chosen, guesses, parts, strict=True)
+            if token == guess >= 0 and goes_on(part.row)
+        ]
+        ahead += 1
+    return found
+
+
+def with_verified(result: StepResult, verified: Mapping[int, Verified], drafted: Sequence[int]) -> StepResult:
+    """Return a result in which the ids of some work items are followed by those that right drafts gave.
+
+    Args:
+        result: A result with one id for each work item, the first of those that it chose.
+        verified: What the work items that sample chose.
+        drafted: Number of drafts that were verified for each of the plan's decodes.
+    """
+    ids: list[int] = []
+    counts: list[int] = []
+    instead: dict[int, NoToken] = {}
+    reports: dict[int, Report] = {}
+    for index, first in enumerate(result.ids):
+        place, run = len(ids), [first]
+        if index in verified:
+            run, told = verified[index]
+            reports.update({place + at: report for at, report in told.items() if run[at] >= 0})
+        if index in result.instead:
+            instead[place] = result.instead[index]
+        elif run[-1] < 0:
+            instead[place + len(run) - 1] = NoToken(run[-1])
+        ids += run
+        counts.append(len(run))
+    return result._replace(ids=ids, counts=counts, instead=instead, reports=reports, drafted=drafted)

@@ -1,0 +1,1 @@
+"""How deep steps speculate, and what came of it."""

@@ -1,0 +1,53 @@
+"""`Speculation`: the depth of an engine's steps and the counts of its drafts; plans and verifies none itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from headrace.engine.scheduling.plan import Capacity, StepPlan
+from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.result import StepResult
+from headrace.engine.scheduling.speculation.depth import DepthRule
+
+__all__ = ["Speculation"]
+
+
+class Speculation:
+    """How deep the steps of one engine speculate, and what came of it."""
+
+    def __init__(self, most: int, capacity: Capacity, choose: Callable[[int, int], int] | None = None) -> None:
+        """Verify up to `most` drafts a row and step; `choose` takes the place of `DepthRule.choose`, for tests."""
+        self.rule = DepthRule(most)
+        self.runs = 0
+        """Number of rows of steps that verified drafts."""
+        self.drafted = 0
+        self.accepted = 0
+        self.accepted_at = [0] * most
+        """Number of accepted drafts by their position behind a row's own token."""
+        self._capacity = capacity
+        self._choose = choose or self.rule.choose
+
+    def depth(self, running: Sequence[Request]) -> int:
+        """Return the depth of a step with the decodes of `running`, which leaves half of the budget to prompts."""
+        contexts = [request.planned for request in running if request.asked.speculates]
+        if not contexts:
+            return 0
+        fits = (self._capacity.max_batched_tokens - len(running)) // (2 * len(contexts))
+        return max(0, min(self._choose(len(contexts), sum(contexts) // len(contexts)), fits))
+
+    def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        """Take in a step that has ended and took `seconds`."""
+        if plan.depth:
+            counts = result.counts or [1] * plan.size
+            drafted = result.drafted or [0] * len(plan.drafts)
+            self.rule.observe_runs(plan.drafts, drafted, counts)
+            for drafts, count in zip(drafted, counts, strict=False):
+                if drafts:
+                    self.runs += 1
+                    self.drafted += drafts
+                    self.accepted += count - 1
+                    for place in range(count - 1):
+                        self.accepted_at[place] += 1
+        contexts = [start for request, start in zip(plan.decodes, plan.starts, strict=True) if request.asked.speculates]
+        if contexts and not plan.others:
+            self.rule.observe(len(contexts), sum(contexts) // len(contexts), sum(result.drafted), seconds)

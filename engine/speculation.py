@@ -1,0 +1,84 @@
+"""Ways of guessing the next tokens of a request, which steps verify several at a time: values of `speculation`.
+
+What is generated does not depend on them; docs/speculation.md says when they help. They hold options and guess nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, TypeAlias
+
+from headrace.engine.errors import InvalidParams
+
+__all__ = ["Ngram", "Speculation", "speculation_of"]
+
+_MOST_DRAFTS: Final = 16
+_LONGEST: Final = 32
+_FEWEST_COMPARED: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ngram:
+    """Guess that a request goes on as it did the last time that it held its latest tokens; needs no second model.
+
+    Raises:
+        InvalidParams: A number is out of its range.
+    """
+
+    k: int = 4
+    """Most drafts for a request in one step, from 1 to 16; steps take fewer, or none, where that is faster."""
+    longest: int = 4
+    """Most of the latest tokens that are compared, from 2 to 32; at least two must be equal."""
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        _check("k", self.k, 1, _MOST_DRAFTS)
+        _check("longest", self.longest, _FEWEST_COMPARED, _LONGEST)
+
+
+Speculation: TypeAlias = Ngram
+"""Any way of guessing tokens."""
+
+_METHODS: Final[Mapping[str, type[Speculation]]] = {"ngram": Ngram}
+
+
+def speculation_of(wanted: object) -> Speculation | None:
+    """Return what `wanted` is or names, such as `Ngram(k=4)`, "ngram", "ngram:k=4,longest=3" or None.
+
+    Raises:
+        InvalidParams: The way of guessing has no such option, or an option's value is out of range.
+        ValueError: `wanted` is of another type, or there is no such way of guessing.
+    """
+    if wanted is None or isinstance(wanted, Ngram):
+        return wanted
+    if not isinstance(wanted, str):
+        raise ValueError('must be None, a value such as Ngram(k=4), or text such as "ngram:k=4"')
+    name, _, rest = wanted.partition(":")
+    if name not in _METHODS:
+        raise ValueError(f"must begin with one of {', '.join(_METHODS)}")
+    return _METHODS[name](**_options(_METHODS[name], rest))
+
+
+def _options(method: type[Speculation], text: str) -> dict[str, Any]:
+    """Return the options of a way of guessing that text such as "k=4,longest=3" holds."""
+    known = [field.name for field in fields(method)]
+    options: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in known:
+            field = f"speculation.{name}"
+            raise InvalidParams(f"{field}: there is no such option, only {', '.join(known)}", field=field, value=value)
+        options[name] = int(value) if value.isascii() and value.isdecimal() else value
+    return options
+
+
+def _check(name: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        field = f"speculation.{name}"
+        raise InvalidParams(
+            f"{field}: must be an int from {least} to {most}, got {value!r}",
+            field=field,
+            value=value,
+            limit={"ge": least, "le": most},
+        )
