@@ -58,7 +58,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 GAINS = {
-    "embed_out": 2.5, "mlp.gate.weight": 8.0,
+    "embed_out": 2.5, "mlp.gate.weight": 8.0, "mlp.router.weight": 8.0, "sinks": 4.0,
     "embed": 0.5, "head": 2.5, "qkv_proj": 1.2, "v_proj": 2.0, "o_proj": 2.0, "q_proj": 1.2, "k_proj": 1.2,
     "wte": 0.5, "wpe": 0.5, "out_proj": 2.0, "c_attn": 1.4, "query_key_value": 1.4, "c_proj": 1.5, "dense": 1.5,
 }  # fmt: skip
@@ -66,6 +66,8 @@ GAINS = {
 would grow from layer to layer, and with them the margin that the judge has to allow. A small embedding keeps a tied
 head from repeating the latest token for ever. The scores of experts lie far apart, so that the last of
 those that are chosen weigh little: rounding may choose others."""
+GAINS_OF = {"GptOss": {"experts.down_proj": 0.4}}
+"""Gains of one architecture alone: the activation of gpt-oss's experts makes larger numbers than others do."""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5000.0,
@@ -234,6 +236,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 256,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 200,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 64,
+            "num_attention_heads": 8,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "truncate": False,
+            },
+        },
+    ),
     "arcee": ("Arcee", {}),  # without native code, as is the next
     "olmo": ("Olmo", {"clip_qkv": 4.0}),
 }
@@ -271,10 +302,10 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
         elif "bias" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.05 if "v_proj" in name else 0.2)
         else:
-            gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
-            inputs = parameter.shape[
-                0 if architecture == "GPT2" and ".h." in name else -1
-            ]  # which are stored [in, out]
+            gains = GAINS_OF.get(architecture, {}) | GAINS
+            gain = next((gain for part, gain in gains.items() if part in name), 1.0)
+            is_turned = (architecture == "GPT2" and ".h." in name) or (architecture == "GptOss" and ".experts." in name)
+            inputs = parameter.shape[-2 if is_turned else -1]  # which are stored [in, out]
             torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(inputs))
     return model
 

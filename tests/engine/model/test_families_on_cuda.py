@@ -18,7 +18,7 @@ from headrace.engine.model.cuda.listed import _WORDS, list_kernels
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
 
-EXPERTS = ("qwen3 experts", "qwen2 experts", "mixtral")
+EXPERTS = ("qwen3 experts", "qwen2 experts", "mixtral", "gpt-oss")
 REORDERED = ("phi-4-mini", "glm", "glm4", "ernie 4.5")
 """Families whose heads are put in another order as they are loaded."""
 SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
@@ -30,7 +30,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 
 LAYER_NORMED = ["starcoder2", "gpt2", "opt", "falcon", "falcon 40b", "cohere2", "gpt neox", "phi", "stablelm"]
-OTHERS = ["hunyuan", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma3"]
+OTHERS = ["hunyuan", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma2", "gemma3"]
 
 
 @pytest.mark.parametrize("family", [*REORDERED, *OTHERS, *LAYER_NORMED, *EXPERTS])
