@@ -28,7 +28,9 @@ __all__ = ["GroupedAttention", "GroupedTiling", "grouped_tiling"]
 
 _RESERVED: Final = 8 << 10
 """Bytes of shared memory left for what a program needs besides queries, keys and values."""
-_MOST_STAGES: Final = 3
+_MOST_STAGES: Final = 4
+_OTHER_STAGES: Final = 2
+"""Stages without keys and values in shared memory."""
 
 
 class GroupedTiling(NamedTuple):
@@ -40,7 +42,7 @@ class GroupedTiling(NamedTuple):
     """Keys that are read at once."""
     warps: int
     stages: int
-    """Tiles of keys and values that are in shared memory at once."""
+    """Steps of the pipeline: a page's number, its keys and values in shared memory, and arithmetic."""
 
 
 @triton.jit
@@ -186,5 +188,5 @@ def grouped_tiling(shape: HeadShape, shared_bytes: int) -> GroupedTiling:
     queries, keys, warps = (
         (128, 64, 4) if line <= 128 else (128, 64, 8) if line <= 256 else (64, 32, 8) if line <= 512 else (32, 16, 8)
     )
-    stages = (shared_bytes - _RESERVED - queries * line) // (2 * keys * line)
+    stages = (shared_bytes - _RESERVED - queries * line) // (2 * keys * line) + _OTHER_STAGES
     return GroupedTiling(queries, keys, warps, max(1, min(_MOST_STAGES, stages)))

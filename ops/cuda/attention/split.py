@@ -32,7 +32,9 @@ _MOST_SPLITS: Final = 64
 _RESERVED: Final = 8 << 10
 """Bytes of shared memory left for what a program needs besides keys and values."""
 _TILE_BYTES: Final = 16 << 10
-_MOST_STAGES: Final = 3
+_MOST_STAGES: Final = 5
+_OTHER_STAGES: Final = 2
+"""Stages without keys and values in shared memory."""
 _UNROLLED: Final = 16
 """Most query heads of a key head whose parts are added side by side: more take minutes to compile."""
 
@@ -44,7 +46,7 @@ class SplitTiling(NamedTuple):
     """Keys that are read at once, a power of two from 16 on."""
     warps: int
     stages: int
-    """Tiles that are in shared memory at once."""
+    """Steps of the pipeline: a page's number, its keys and values in shared memory, and arithmetic."""
 
 
 @triton.jit
@@ -167,8 +169,8 @@ class SplitDecode:
             how: Division of the work; None for that of `split_tiling`.
         """
         if splits is None:
-            programs = triton.next_power_of_2(_PROGRAMS * arch.processors // (max_rows * shape.kv_heads) + 1)
-            splits = max(1, min(_MOST_SPLITS, programs))
+            programs = _PROGRAMS * arch.processors // (max_rows * shape.kv_heads)
+            splits = min(_MOST_SPLITS, 1 << max(0, programs.bit_length() - 1))
         self._shape, self._splits, self._pdl = shape, splits, pdl
         self._how = how or split_tiling(shape, arch)
         teams = max_rows * shape.heads * splits
@@ -208,5 +210,5 @@ def split_tiling(shape: HeadShape, arch: Arch) -> SplitTiling:
     """Return the division of the work; not measured."""
     line = triton.next_power_of_2(shape.head_dim) * shape.dtype.itemsize
     tile = min(64, max(16, _TILE_BYTES // line))
-    stages = (arch.shared_bytes - _RESERVED) // (2 * tile * line)
+    stages = (arch.shared_bytes - _RESERVED) // (2 * tile * line) + _OTHER_STAGES
     return SplitTiling(tile, 4 if shape.head_dim <= 256 else 8, max(1, min(_MOST_STAGES, stages)))
