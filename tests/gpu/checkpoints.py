@@ -66,8 +66,9 @@ GAINS = {
 would grow from layer to layer, and with them the margin that the judge has to allow. A small embedding keeps a tied
 head from repeating the latest token for ever. The scores of experts lie far apart, so that the last of
 those that are chosen weigh little: rounding may choose others."""
-GAINS_OF = {"GptOss": {"experts.down_proj": 0.4}}
-"""Gains of one architecture alone: the activation of gpt-oss's experts makes larger numbers than others do."""
+GAINS_OF = {"GptOss": {"experts.down_proj": 0.4, "q_proj": 0.9, "k_proj": 0.9}}
+"""Gains of one architecture alone. The activation of gpt-oss's experts makes larger numbers than others do, and its
+rotations have a magnitude above 1."""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5000.0,
@@ -302,8 +303,8 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
         elif "bias" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.05 if "v_proj" in name else 0.2)
         else:
-            gains = GAINS_OF.get(architecture, {}) | GAINS
-            gain = next((gain for part, gain in gains.items() if part in name), 1.0)
+            gains = (*GAINS_OF.get(architecture, {}).items(), *GAINS.items())
+            gain = next((gain for part, gain in gains if part in name), 1.0)
             is_turned = (architecture == "GPT2" and ".h." in name) or (architecture == "GptOss" and ".experts." in name)
             inputs = parameter.shape[-2 if is_turned else -1]  # which are stored [in, out]
             torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(inputs))
