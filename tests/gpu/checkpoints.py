@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiny_models
 import torch
 import transformers
+from quantised_layouts import mxfp4
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch import Tensor
@@ -397,6 +399,35 @@ def make_scaled(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+# -- experts in 4-bit floats ---------------------------------------------------------------------------------------
+
+
+def make_mxfp4(folder: Path, *, dense: bool) -> None:
+    """The gpt-oss of `FAMILIES` with experts of 4-bit floats as OpenAI stores them; `dense`: their numbers instead."""
+    model = build(*FAMILIES["gpt-oss"])
+    write, drawn = mxfp4("blocks", "scales", blocked=True), np.random.default_rng(5)
+    save(model, folder)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:
+        experts, ins, outs = tensors.pop(name).shape
+        made = [write(drawn, outs, ins) for _ in range(experts)]
+        halvings = 3 if "down" in name else 1  # to the sizes that other checkpoints have
+        if dense:
+            numbers = torch.from_numpy(np.stack([values.T for _, values in made])) / 2**halvings
+            tensors[name] = numbers.bfloat16().contiguous()
+            continue
+        for part in ("blocks", "scales"):
+            stack = torch.stack([parts[part] for parts, _ in made])
+            tensors[f"{name}_{part}"] = stack - halvings if part == "scales" else stack
+    save_file(tensors, weights, {"format": "pt"})
+    if not dense:
+        config = json.loads((folder / "config.json").read_text())
+        left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+        (folder / "config.json").write_text(json.dumps(config))
+
+
 # -- one token that overflows ---------------------------------------------------------------------------------------
 
 
@@ -426,6 +457,8 @@ def make_poisoned(where: str, folder: Path) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     **{name: partial(make_family, name) for name in FAMILIES},
     "exact": make_exact,
+    "gpt-oss mxfp4": partial(make_mxfp4, dense=False),
+    "gpt-oss dequantised": partial(make_mxfp4, dense=True),
     "scaled": make_scaled,
     "speaking": make_speaking,
     "poisoned logits": partial(make_poisoned, "logits"),

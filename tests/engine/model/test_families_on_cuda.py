@@ -14,6 +14,7 @@ from emulated_kernels import attend
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge, Output
+from gpu.quantised import check_mxfp4
 from gpu.wearing import make, make_virtual
 from torch import Tensor
 
@@ -156,6 +157,12 @@ def test_bounds_and_sinks_with_a_cache_of_8_bits(zoo: Zoo, family: str) -> None:
     with emulated():
         outputs = anyio.run(run)
     Judge(zoo.folder(family), "cpu", fp8=True).check(outputs, f"{family}, fp8")
+
+
+def test_experts_in_4_bit_floats_stay_in_their_bits(zoo: Zoo) -> None:
+    with emulated() as gpu:
+        check_mxfp4(zoo, "cuda", Judge(zoo.folder("gpt-oss dequantised"), "cpu"))
+        assert gpu.launches["experts: vector"] and gpu.launches["experts: tiles"]
 
 
 @pytest.mark.parametrize("family", WAYS)
