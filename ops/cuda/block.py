@@ -113,10 +113,7 @@ class CudaOps(Missing):
         return self.pack(weight_VE, None)
 
     def keep_sinks(self, layer: int, sinks_H: Tensor) -> None:
-        """Take the scores, float32, of the keys without values that a layer's attention has, one in each head.
-
-        They are read where they lie, so that weights that are read once more change them.
-        """
+        """Take the sinks of a layer's heads, float32, which are read where they lie."""
         self._sinks[layer] = sinks_H
 
     def pack_experts(self, experts: Experts) -> CudaExperts:
@@ -289,12 +286,7 @@ class CudaOps(Missing):
         return Stream(out_NE, total_NE, squares)
 
     def attend_with(
-        self,
-        qkv_NX: Tensor,
-        head_norms: HeadNorms | None,
-        step: CudaStep,
-        kv: Tensor,
-        layer: int,
+        self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: CudaStep, kv: Tensor, layer: int
     ) -> Tensor:
         """Norm and rotate q and k, store k and v, attend; return [N, H * D]."""
         shape, kv_layer, scales = self.shape, kv[layer], self._kv_scales.get(layer, UNSCALED)
@@ -310,8 +302,7 @@ class CudaOps(Missing):
                 )
             q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
             self.note(ATTENTION)
-            out_NHD = out_NX.view(rows, shape.heads, shape.head_dim)
-            step.attention.run(q_NHD, kv_layer, out_NHD, scales, self._sinks.get(layer))
+            step.attention.run(q_NHD, kv_layer, out_NX.view(q_NHD.shape), scales, self._sinks.get(layer))
         elif isinstance(step, WholeStep):
             self.note(step.launch)
             step.attention.run(
@@ -380,8 +371,8 @@ class CudaOps(Missing):
         out_NX = torch.empty_like(q_NX)
         head = (len(q_NX), self.shape.heads, self.shape.head_dim)
         self.note(step.launch)
-        sinks_H = self._sinks.get(layer)
-        step.attention.run(q_NX.view(head), kv_layer, step.inputs, out_NX.view(head), scales, sinks_H)
+        sinks_H, out_NHD = self._sinks.get(layer), out_NX.view(head)
+        step.attention.run(q_NX.view(head), kv_layer, step.inputs, out_NHD, scales, sinks_H)
         return out_NX
 
     def _rope_and_write(

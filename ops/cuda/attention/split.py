@@ -70,7 +70,37 @@ def _add_parts(
 
 
 @triton.jit
-def _split_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
+def _attend_to(
+    query, kv, row_pages, start, end, oldest, most, total, head_offset,
+    page_stride, part_stride, token_stride, scale, cap,
+    LANES: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """Return the largest score, the sum of weights and the weighted sum of values of the keys from `start` to `end`."""
+    dim = tl.arange(0, PADDED)
+    summed = tl.zeros([LANES, PADDED], tl.float32)
+    for begin in range(start, end, TILE):
+        at = begin + tl.arange(0, TILE)
+        seen = (at < end) & (at >= oldest)
+        page = tl.load(row_pages + at // PAGE, mask=seen, other=0).to(tl.int64)
+        line = page * page_stride + (at % PAGE) * token_stride + head_offset
+        key_at = kv + line[None, :] + dim[:, None]
+        key = tl.load(key_at, mask=seen[None, :] & (dim < DIM)[:, None], other=0.0)
+        value_at = kv + part_stride + line[:, None] + dim[None, :]
+        value = tl.load(value_at, mask=seen[:, None] & (dim < DIM)[None, :], other=0.0)
+        scores = scores_of(tl.dot(query, key.to(query.dtype)), scale, cap, CAP)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, axis=1))
+        ratio = tl.exp2(most - higher)
+        weight = tl.exp2(scores - higher[:, None])
+        total = total * ratio + tl.sum(weight, axis=1)
+        summed = tl.dot(weight.to(query.dtype), value.to(query.dtype), summed * ratio[:, None])
+        most = higher
+    return most, total, summed
+
+
+@triton.jit
+def _split_decode_kernel(
     q, sinks, seq_lens, pages, kv, out, partial, stats, counters,
     columns, page_stride, part_stride, token_stride, scale, cap, v_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
@@ -103,24 +133,10 @@ def _split_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
         query = tl.load(q + place + spot, mask=heads, other=0.0)
         has_sinks = (lane < GROUP) & (split == 0)
         most, total = first_weights(sinks + kv_head * GROUP, lane, has_sinks, LANES, SINKS)
-        summed = tl.zeros([LANES, PADDED], tl.float32)
-        for begin in range(start, end, TILE):
-            at = begin + tl.arange(0, TILE)
-            seen = (at < end) & (at >= oldest)
-            page = tl.load(row_pages + at // PAGE, mask=seen, other=0).to(tl.int64)
-            line = page * page_stride + (at % PAGE) * token_stride + kv_head * DIM
-            key_at = kv + line[None, :] + dim[:, None]
-            key = tl.load(key_at, mask=seen[None, :] & (dim < DIM)[:, None], other=0.0)
-            value_at = kv + part_stride + line[:, None] + dim[None, :]
-            value = tl.load(value_at, mask=seen[:, None] & (dim < DIM)[None, :], other=0.0)
-            scores = scores_of(tl.dot(query, key.to(query.dtype)), scale, cap, CAP)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(most, tl.max(scores, axis=1))
-            ratio = tl.exp2(most - higher)
-            weight = tl.exp2(scores - higher[:, None])
-            total = total * ratio + tl.sum(weight, axis=1)
-            summed = tl.dot(weight.to(query.dtype), value.to(query.dtype), summed * ratio[:, None])
-            most = higher
+        most, total, summed = _attend_to(
+            query, kv, row_pages, start, end, oldest, most, total, kv_head * DIM,
+            page_stride, part_stride, token_stride, scale, cap, LANES, DIM, PADDED, PAGE, TILE, CAP,
+        )  # fmt: skip
         if active == 1:
             result = summed / total[:, None] * v_scale
             tl.store(out + place + spot, result.to(out.dtype.element_ty), mask=heads)
