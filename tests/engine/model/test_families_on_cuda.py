@@ -159,6 +159,19 @@ def test_bounds_and_sinks_with_a_cache_of_8_bits(zoo: Zoo, family: str) -> None:
     Judge(zoo.folder(family), "cpu", fp8=True).check(outputs, f"{family}, fp8")
 
 
+def test_sinks_on_a_gpu_without_bulk_copies(zoo: Zoo) -> None:
+    """Batches, which csrc/ attends for on newer ones, too."""
+
+    async def run() -> list[Output]:
+        async with open_engine(zoo.folder("gpt-oss"), "cuda", **SMALL) as engine:
+            return await together(engine, [draw(length, length) for length in (3, 17, 64, 127, 30)], greedy(8))
+
+    with emulated((8, 0)) as gpu:
+        outputs = anyio.run(run)
+        assert gpu.launches["decode: split"] and gpu.launches["prefill: grouped"]
+    Judge(zoo.folder("gpt-oss"), "cpu").check(outputs, "gpt-oss on sm_80")
+
+
 def test_experts_in_4_bit_floats_stay_in_their_bits(zoo: Zoo) -> None:
     with emulated() as gpu:
         check_mxfp4(zoo, "cuda", Judge(zoo.folder("gpt-oss dequantised"), "cpu"))
