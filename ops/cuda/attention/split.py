@@ -35,8 +35,10 @@ _TILE_BYTES: Final = 16 << 10
 _MOST_STAGES: Final = 5
 _OTHER_STAGES: Final = 2
 """Stages without keys and values in shared memory."""
+_BLOCK: Final = 128
+"""Elements of a head whose parts are added at once."""
 _UNROLLED: Final = 16
-"""Most query heads of a key head whose parts are added side by side: more take minutes to compile."""
+"""Most such sums of a key head that are computed side by side: more take minutes to compile."""
 
 
 class SplitTiling(NamedTuple):
@@ -52,21 +54,23 @@ class SplitTiling(NamedTuple):
 @triton.jit
 def _add_parts(
     member, team, active, partial, stats, sums, v_scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Add what the programs of a row and key head found for one query head."""
     other = tl.arange(0, SPLITS)
-    dim = tl.arange(0, PADDED)
     there = other < active
     spot = (team + other) * GROUP + member
     peak = tl.load(stats + spot * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
     mass = tl.load(stats + spot * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
-    inside = there[:, None] & (dim < DIM)[None, :]
-    line = partial + spot[:, None] * DIM + dim[None, :]
-    parts = tl.load(line, mask=inside, other=0.0, cache_modifier=".cg")
     factor = tl.exp2(peak - tl.max(peak, axis=0))
-    result = tl.sum(parts * factor[:, None], axis=0) / tl.sum(mass * factor, axis=0) * v_scale
-    tl.store(sums + member * DIM + dim, result.to(sums.dtype.element_ty), mask=dim < DIM)
+    factor = factor * (v_scale / tl.sum(mass * factor, axis=0))
+    for first in tl.static_range(0, PADDED, BLOCK):
+        dim = first + tl.arange(0, BLOCK)
+        inside = there[:, None] & (dim < DIM)[None, :]
+        line = partial + spot[:, None] * DIM + dim[None, :]
+        parts = tl.load(line, mask=inside, other=0.0, cache_modifier=".cg")
+        result = tl.sum(parts * factor[:, None], axis=0)
+        tl.store(sums + member * DIM + dim, result.to(sums.dtype.element_ty), mask=dim < DIM)
 
 
 @triton.jit
@@ -104,8 +108,8 @@ def _split_decode_kernel(
     q, sinks, seq_lens, pages, kv, out, partial, stats, counters,
     columns, page_stride, part_stride, token_stride, scale, cap, v_scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -124,7 +128,6 @@ def _split_decode_kernel(
     start = origin + split * each * TILE
     if split < active:
         end = tl.minimum(start + each * TILE, length)
-        row_pages = pages + row.to(tl.int64) * columns
         lane = tl.arange(0, LANES)
         dim = tl.arange(0, PADDED)
         heads = (lane < GROUP)[:, None] & (dim < DIM)[None, :]
@@ -134,7 +137,7 @@ def _split_decode_kernel(
         has_sinks = (lane < GROUP) & (split == 0)
         most, total = first_weights(sinks + kv_head * GROUP, lane, has_sinks, LANES, SINKS)
         most, total, summed = _attend_to(
-            query, kv, row_pages, start, end, oldest, most, total, kv_head * DIM,
+            query, kv, pages + row.to(tl.int64) * columns, start, end, oldest, most, total, kv_head * DIM,
             page_stride, part_stride, token_stride, scale, cap, LANES, DIM, PADDED, PAGE, TILE, CAP,
         )  # fmt: skip
         if active == 1:
@@ -152,10 +155,14 @@ def _split_decode_kernel(
                 sums = out + place
                 if UNROLL:
                     for member in tl.static_range(GROUP):
-                        _add_parts(member, team, active, partial, stats, sums, v_scale, GROUP, DIM, PADDED, SPLITS)
+                        _add_parts(
+                            member, team, active, partial, stats, sums, v_scale, GROUP, DIM, PADDED, BLOCK, SPLITS
+                        )  # fmt: skip
                 else:
                     for member in range(GROUP):
-                        _add_parts(member, team, active, partial, stats, sums, v_scale, GROUP, DIM, PADDED, SPLITS)
+                        _add_parts(
+                            member, team, active, partial, stats, sums, v_scale, GROUP, DIM, PADDED, BLOCK, SPLITS
+                        )  # fmt: skip
                 tl.store(counters + row * KV_HEADS + kv_head, 0)
 
 
@@ -208,15 +215,16 @@ class SplitDecode:
     ) -> None:
         """Enqueue one layer; a graph can capture it. `sinks_H` is float32."""
         shape, how = self._shape, self._how
-        group = shape.heads // shape.kv_heads
+        group, padded = shape.heads // shape.kv_heads, triton.next_power_of_2(shape.head_dim)
+        block = min(_BLOCK, padded)
         scale, cap = factors_of(shape, scales)
         _split_decode_kernel[(shape.kv_heads, self._splits, len(q_BHD))](
             q_BHD, q_BHD if sinks_H is None else sinks_H, inputs.seq_lens_B, inputs.pages_BP, kv_layer, out_BHD,
             self._partial, self._stats, self._counters, inputs.pages_BP.shape[1],
             kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2), scale, cap, scales.v,
             KV_HEADS=shape.kv_heads, GROUP=group, LANES=max(16, triton.next_power_of_2(group)), DIM=shape.head_dim,
-            PADDED=triton.next_power_of_2(shape.head_dim), PAGE=shape.page_size, TILE=how.tile, SPLITS=self._splits,
-            UNROLL=group <= _UNROLLED, WINDOW=shape.window or 0, CAP=shape.cap is not None,
+            PADDED=padded, BLOCK=block, PAGE=shape.page_size, TILE=how.tile, SPLITS=self._splits,
+            UNROLL=group * padded // block <= _UNROLLED, WINDOW=shape.window or 0, CAP=shape.cap is not None,
             SINKS=sinks_H is not None, PDL=self._pdl,
             num_warps=how.warps, num_stages=how.stages, launch_pdl=self._pdl,
         )  # fmt: skip
