@@ -353,18 +353,6 @@ class DecoderSpec:
         return sum(state.elements for state in states if isinstance(state, Paged))
 
     @property
-    def softmax_kinds(self) -> tuple[Attention, ...]:
-        """The same as `attention_kinds`, of a model whose scores become weights by softmax alone.
-
-        Raises:
-            ModelRejected: A layer's attention is a variant, or the same errors as from `attention_kinds`.
-        """
-        for attention in self.attention_kinds:
-            if attention.scores != Attention.scores:
-                refuse(self.architecture, "the scores of a layer's attention", attention.scores, Attention.scores)
-        return self.attention_kinds
-
-    @property
     def uniform_attention(self) -> Attention:
         """Attention of the first layer, whose heads are those of every layer; windows may differ.
 

@@ -78,6 +78,7 @@ class CudaOps(BetweenOps, Missing):
         self._still_1D[:, : shape.head_dim // 2] = 1.0
         self.note = products.room.chain.note
         """Notes a launch, for the check of hazards."""
+        self._sinks: dict[int, Tensor] = {}
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
         self._norm = Launch("a norm", self.pdl, writes=frozenset(("activations",)))
         self._rotation = Launch("the rotation", self.pdl, writes=frozenset(("activations", "new keys")))
@@ -111,6 +112,10 @@ class CudaOps(BetweenOps, Missing):
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""
         return self.pack(weight_VE, None)
+
+    def keep_sinks(self, layer: int, sinks_H: Tensor) -> None:
+        """Take the sinks of a layer's heads, float32, which are read where they lie."""
+        self._sinks[layer] = sinks_H
 
     def pack_experts(self, experts: Experts) -> CudaExperts:
         """Pack a layer's router and experts; codes of one kind, and values in the dtype of activations, stay in place.
@@ -252,12 +257,7 @@ class CudaOps(BetweenOps, Missing):
         return Stream(out_NE, total_NE, squares)
 
     def attend_with(
-        self,
-        qkv_NX: Tensor,
-        head_norms: HeadNorms | None,
-        step: CudaStep,
-        kv: Tensor,
-        layer: int,
+        self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: CudaStep, kv: Tensor, layer: int
     ) -> Tensor:
         """Norm and rotate q and k, store k and v, attend; return [N, H * D]."""
         shape, kv_layer, scales = self.shape, kv[layer], self._kv_scales.get(layer, UNSCALED)
@@ -273,17 +273,17 @@ class CudaOps(BetweenOps, Missing):
                 )
             q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
             self.note(ATTENTION)
-            step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim), scales)
+            step.attention.run(q_NHD, kv_layer, out_NX.view(q_NHD.shape), scales, self._sinks.get(layer))
         elif isinstance(step, WholeStep):
             self.note(step.launch)
             step.attention.run(
                 qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, kv_layer, step.inputs, out_NX, scales,
-                eps=self.eps, pdl=self.pdl,
+                self._sinks.get(layer), eps=self.eps, pdl=self.pdl,
             )  # fmt: skip
         else:
             at, slots_B = step.inputs.positions_B, step.inputs.slots_B
             self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, at, slots_B, kv_layer, scales, out_NX)
-            return self._decode(out_NX, step, kv_layer, scales)
+            return self._decode(out_NX, step, kv_layer, scales, layer)
         return out_NX
 
     def attend_inside(
@@ -305,7 +305,7 @@ class CudaOps(BetweenOps, Missing):
         to = HeadTargets(q_norm_D, k_norm_D, self._cos_sin_PD, at, slots_B, kv_layer, scales)
         q_NX = torch.empty(len(x_NE), self.shape.heads * self.shape.head_dim, dtype=x_NE.dtype, device=x_NE.device)
         qkv.run(chosen, x_NE, q_NX, squares, to, updates)
-        return self._decode(q_NX, step, kv_layer, scales)
+        return self._decode(q_NX, step, kv_layer, scales, layer)
 
     # --- inside
 
@@ -337,12 +337,13 @@ class CudaOps(BetweenOps, Missing):
         total_NE = torch.empty_like(x_NE)
         return AddNorm(norm_E, self.eps, residual_NE, total_NE), total_NE
 
-    def _decode(self, q_NX: Tensor, step: DecodeStep, kv_layer: Tensor, scales: KvScales) -> Tensor:
+    def _decode(self, q_NX: Tensor, step: DecodeStep, kv_layer: Tensor, scales: KvScales, layer: int) -> Tensor:
         """Attend with rotated queries, whose keys and values are already stored."""
         out_NX = torch.empty_like(q_NX)
         head = (len(q_NX), self.shape.heads, self.shape.head_dim)
         self.note(step.launch)
-        step.attention.run(q_NX.view(head), kv_layer, step.inputs, out_NX.view(head), scales)
+        sinks_H, out_NHD = self._sinks.get(layer), out_NX.view(head)
+        step.attention.run(q_NX.view(head), kv_layer, step.inputs, out_NHD, scales, sinks_H)
         return out_NX
 
     def _rope_and_write(

@@ -13,10 +13,6 @@ __all__ = ["Missing"]
 class Missing:
     """Base of a GPU's operations, with those that it lacks."""
 
-    def keep_sinks(self, layer: int, sinks_H: Tensor) -> NoReturn:
-        """Raise `NotImplementedError`: no kernel computes sinks."""
-        raise NotImplementedError(f"no kernel computes the {len(sinks_H)} sinks of layer {layer}")
-
     def norm_values(self, qkv_NX: Tensor) -> NoReturn:
         """Raise `NotImplementedError`: no kernel norms values."""
         raise NotImplementedError(f"no kernel norms the values of {len(qkv_NX)} tokens")

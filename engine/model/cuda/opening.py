@@ -23,6 +23,7 @@ from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
 from headrace.engine.model.shared.device import BuiltKernels, Device, Limits, fit, within_context
 from headrace.engine.model.shared.gpu_sizes import DTYPE, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
+from headrace.engine.model.shared.heads import head_shape
 from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.model.value_normed import has_normed_values
@@ -31,7 +32,7 @@ from headrace.engine.stats import WeightPart
 
 try:
     from headrace.engine.model.cuda.adapters import CudaBank
-    from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, head_shape, kinds_of, positions_of
+    from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, kinds_of, positions_of
     from headrace.engine.model.cuda.runner import CudaRunner
     from headrace.engine.model.cuda.sleep import Weights
     from headrace.ops.cuda.arch import Arch
