@@ -46,6 +46,16 @@ class _Model(NamedTuple):
     """The model as transformers computes it; None where headrace's own code does."""
 
 
+class _Held(NamedTuple):
+    """What the files hold of a model's weights."""
+
+    parts: tuple[WeightPart, ...] = ()
+    nbytes: int = 0
+    source: Inventory | ForeignModel | Path | None = None
+    """Where devices find the weights: the tensors of a decoder, another library's model, or the folder of an encoder;
+    None where nothing is known of them."""
+
+
 class _Found:
     """Facts as they are found, and the errors on the way, each once."""
 
@@ -75,18 +85,18 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
             source = found.attempt(lambda: files.enter_context(GgufFile(path)))
         model = None if source is None else _described(source, config, found)
         spec, foreign = (None, None) if model is None else (model.spec, model.foreign)
-        stored, stored_bytes = ((), 0) if source is None else _stored(source, spec, foreign, found)
+        held = _Held() if source is None else found.attempt(lambda: _held(source, spec, foreign, files)) or _Held()
         if isinstance(source, Path) and spec is not None:
             found.attempt(lambda: check_folder(source))
-        devices = _devices(config, spec, (foreign or source) if stored else None, found)
+        devices = _devices(config, spec, held.source, found)
     return ModelFacts(
         model=config.model,
         path=None if path is None else str(path),
         shape=None if model is None else model.shape,
         fallback=None if foreign is None else foreign.why,
-        stored=stored,
-        stored_bytes=stored_bytes,
-        active_bytes=_active(stored, stored_bytes, spec),
+        stored=held.parts,
+        stored_bytes=held.nbytes,
+        active_bytes=_active(held, spec),
         devices=tuple(devices),
         problems=tuple(dict.fromkeys(found.problems)),
     )
@@ -115,32 +125,32 @@ def _described(source: GgufFile | Path, options: EngineConfig, found: _Found) ->
     return _Model(shape, decoder, foreign)
 
 
-def _stored(
-    source: GgufFile | Path, spec: DecoderSpec | EncoderSpec | None, foreign: ForeignModel | None, found: _Found
-) -> tuple[tuple[WeightPart, ...], int]:
-    """Return formats and bytes of the weights in the files, and their sum; of an unknown model the sum alone."""
+def _held(
+    source: GgufFile | Path, spec: DecoderSpec | EncoderSpec | None, foreign: ForeignModel | None, opened: ExitStack
+) -> _Held:
+    """Return what the files hold of a model's weights; `opened` closes them. Of an unknown model, the bytes alone.
 
-    def look() -> tuple[tuple[WeightPart, ...], int]:
-        with ExitStack() as opened:
-            files = open_files(source, opened)
-            total = sum(map(files.nbytes, files.shapes))
-            if foreign is not None and isinstance(files, SafetensorsFolder):
-                return foreign.parts(files.weight_dtype(next(iter(files.shapes)))), total
-            if not isinstance(spec, DecoderSpec):
-                return _of_encoder(files, spec), total
-            parts = parts_in_files(Inventory(files, spec, checks=False), spec)
-            return parts, sum(part.nbytes for part in parts)
+    Raises:
+        ModelRejected: A file is missing or damaged, or a tensor is missing, left over or of another shape.
+    """
+    files = open_files(source, opened)
+    total = sum(map(files.nbytes, files.shapes))
+    if foreign is not None and isinstance(files, SafetensorsFolder):
+        return _Held(foreign.parts(files.weight_dtype(next(iter(files.shapes)))), total, foreign)
+    if not isinstance(spec, DecoderSpec):
+        return _Held(_of_encoder(files, spec), total, source if isinstance(source, Path) else None)
+    inventory = Inventory(files, spec)
+    parts = parts_in_files(inventory, spec)
+    return _Held(parts, sum(part.nbytes for part in parts), inventory)
 
-    return found.attempt(look) or ((), 0)
 
-
-def _active(stored: Sequence[WeightPart], total: int, spec: DecoderSpec | EncoderSpec | None) -> int:
+def _active(held: _Held, spec: DecoderSpec | EncoderSpec | None) -> int:
     """Return the bytes of the weights that compute one token."""
     routing = routing_of(spec) if isinstance(spec, DecoderSpec) else None
     if routing is None:
-        return total
-    experts = sum(part.nbytes for part in stored if part.part == "experts")
-    return total - experts + experts * routing.top_k // routing.experts
+        return held.nbytes
+    experts = sum(part.nbytes for part in held.parts if part.part == "experts")
+    return held.nbytes - experts + experts * routing.top_k // routing.experts
 
 
 def _of_encoder(files: GgufFile | SafetensorsFolder, spec: EncoderSpec | None) -> tuple[WeightPart, ...]:
@@ -153,11 +163,11 @@ def _of_encoder(files: GgufFile | SafetensorsFolder, spec: EncoderSpec | None) -
 def _devices(
     config: EngineConfig,
     spec: DecoderSpec | EncoderSpec | None,
-    source: GgufFile | Path | ForeignModel | None,
+    source: Inventory | ForeignModel | Path | None,
     found: _Found,
 ) -> Sequence[DeviceFacts]:
     devices = found.attempt(lambda: devices_of(config)) or []
-    if isinstance(spec, DecoderSpec):
+    if isinstance(spec, DecoderSpec) and not isinstance(source, Path):
         return [facts_of(device, config, spec, source) for device in devices]
     if isinstance(spec, EncoderSpec) and isinstance(source, Path):
         return [encoder_facts(device, config, spec, source) for device in devices]

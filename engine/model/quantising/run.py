@@ -111,6 +111,7 @@ def quantise_folder(
     try:
         with SafetensorsFolder(model) as files:
             inventory = Inventory(files, spec)
+            inventory.check_numbers()
             selection = _selected(spec, inventory, method, head, symmetric, ids_ST)
             for name, reason in selection.odd.items():
                 watcher.note(f"{name} is not quantised: {reason}")
