@@ -54,6 +54,20 @@ class Selection:
         """The quantised modules by the name of their weight."""
         return {module.weight: module for module in self.modules}
 
+    @property
+    def limits_readers(self) -> str | None:
+        """A line about what transformers 5.23 does not read of it, or only by an option; None if it reads all."""
+        formats = {module.format for module in self.modules}
+        sizes = sorted(each.group or 0 for each in formats if isinstance(each, IntGroups) and each.zeros)
+        if not sizes:
+            return None
+        if len(sizes) == 1:
+            return "transformers reads zero points only with CompressedTensorsConfig(dequantize=True)"
+        found = " and ".join(map(str, sizes))
+        return (
+            f"transformers reads no zero points of groups of several sizes, here {found}; --symmetric leaves them out"
+        )
+
 
 def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symmetric: bool) -> Selection:
     """Return which linear layers of a decoder are quantised: all within the layers but routers.
