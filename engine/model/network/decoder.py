@@ -76,7 +76,7 @@ class Decoder(Generic[Packed, Step, Kv]):
             mixer = mixers[type(layer.mixer)](layer, of_layer.mixer, here, number)
             feed = feeds[type(layer.feed)](layer, of_layer.feed, here, number)
             if not norms.is_parallel:
-                return SerialLayer(mixer, feed)
+                return SerialLayer(mixer, feed, here, number)
             own_entry = None if norms.placement == "shared" else Entry(of_layer.feed.vectors, here)
             return ParallelLayer(mixer, feed, Entry(of_layer.mixer.vectors, here), own_entry)
 
