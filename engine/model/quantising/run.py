@@ -113,10 +113,8 @@ def quantise_folder(
             inventory = Inventory(files, spec)
             inventory.check_numbers()
             selection = _selected(spec, inventory, method, head, symmetric, ids_ST)
-            for name, reason in selection.odd.items():
-                watcher.note(f"{name} is not quantised: {reason}")
-            if (told := selection.limits_readers) is not None:
-                watcher.note(told)
+            for line in selection.notes():
+                watcher.note(line)
             tensors = _tensors(files, selection)
             arguments = _arguments(model, selection, head, ids_ST, shard_bytes, device)
             copy = _Copy(files, inventory, spec, selection, watcher, device or torch.device("cpu"))

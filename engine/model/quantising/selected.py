@@ -54,19 +54,16 @@ class Selection:
         """The quantised modules by the name of their weight."""
         return {module.weight: module for module in self.modules}
 
-    @property
-    def limits_readers(self) -> str | None:
-        """A line about what transformers 5.23 does not read of it, or only by an option; None if it reads all."""
+    def notes(self) -> Iterator[str]:
+        """Yield lines that a person should read: what is left out, and what transformers 5.23 does not simply read."""
+        yield from (f"{name} is not quantised: {reason}" for name, reason in self.odd.items())
         formats = {module.format for module in self.modules}
         sizes = sorted(each.group or 0 for each in formats if isinstance(each, IntGroups) and each.zeros)
-        if not sizes:
-            return None
         if len(sizes) == 1:
-            return "transformers reads zero points only with CompressedTensorsConfig(dequantize=True)"
-        found = " and ".join(map(str, sizes))
-        return (
-            f"transformers reads no zero points of groups of several sizes, here {found}; --symmetric leaves them out"
-        )
+            yield "transformers reads zero points only with CompressedTensorsConfig(dequantize=True)"
+        elif sizes:
+            found = " and ".join(map(str, sizes))
+            yield f"transformers reads no zero points of groups of several sizes, here {found}; --symmetric has none"
 
 
 def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symmetric: bool) -> Selection:
