@@ -128,8 +128,7 @@ def quantise_folder(
                     copy.write(written, opened, ids_ST)
                 copy_others(model, written.folder)
                 written.finish()
-            after = sum(map(nbytes, tensors.values()))
-            return Report(out, copy.total, after, len(selection.modules), copy.dense())
+            return Report(out, copy.total, sum(map(nbytes, tensors.values())), len(selection.modules), copy.dense())
     except OSError as error:
         what = f"{error.strerror or error}, at {error.filename or out}"
         raise HeadraceError(
