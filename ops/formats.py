@@ -42,7 +42,7 @@ class PartSpec:
 
 
 class Format(Protocol):
-    """Protocol of a way to store weights. Formats are values: two that are equal store in the same way."""
+    """Protocol of a way to store weights. Formats are hashable values: two that are equal store in the same way."""
 
     @property
     def name(self) -> str:

@@ -12,8 +12,9 @@ import torch
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, HeadraceError, InvalidParams
 from headrace.engine.inspection.facts import DeviceFacts, Fit, Problem
+from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.weight_parts import stored_parts
-from headrace.engine.model.checkpoint.weights import Source, describe_weights
+from headrace.engine.model.checkpoint.weights import describe_weights
 from headrace.engine.model.cpu.sizing import FREE_SHARE, CpuSizes, cpu_dtype, cpu_sizes
 from headrace.engine.model.encoder.opening import describe_encoder, encoder_dtype
 from headrace.engine.model.encoder.spec import EncoderSpec
@@ -54,7 +55,7 @@ def devices_of(config: EngineConfig) -> list[torch.device]:
 
 
 def facts_of(
-    device: torch.device, config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel | None
+    device: torch.device, config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel | None
 ) -> DeviceFacts:
     """Return what a decoder takes on a device.
 
@@ -62,8 +63,8 @@ def facts_of(
         device: One of `devices_of`.
         config: The options of an engine.
         spec: The shape of the model.
-        source: The model's files, or the model that another library computes; None where files are damaged, so that
-            nothing is known of the weights.
+        source: The model's tensors in its open files, or the model that another library computes; None where files are
+            damaged, so that nothing is known of the weights.
     """
     return _on_cpu(config, spec, source) if device.type == "cpu" else _on_gpu(device, config, spec, source)
 
@@ -79,7 +80,7 @@ def encoder_facts(device: torch.device, config: EngineConfig, spec: EncoderSpec,
     return _facts(device, dtype, weights, None, free, problem=problem)
 
 
-def _on_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel | None) -> DeviceFacts:
+def _on_cpu(config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel | None) -> DeviceFacts:
     problem, sizes = None, None
     plain = config.model_copy(update={"kv_dtype": "auto"})
     try:
@@ -106,11 +107,11 @@ def _on_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignMod
     return _facts(device, sizes.dtype, sizes.weights, kv, free, capacity, told, problem, advice)
 
 
-def _sizes(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel | None) -> CpuSizes | None:
+def _sizes(config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel | None) -> CpuSizes | None:
     return None if source is None else cpu_sizes(config, spec, source)
 
 
-def _known_sizes(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel | None) -> CpuSizes | None:
+def _known_sizes(config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel | None) -> CpuSizes | None:
     try:
         return _sizes(config, spec, source)
     except HeadraceError:
@@ -118,7 +119,7 @@ def _known_sizes(config: EngineConfig, spec: DecoderSpec, source: Source | Forei
 
 
 def _on_gpu(
-    device: torch.device, config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel | None
+    device: torch.device, config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel | None
 ) -> DeviceFacts:
     free, weights = torch.cuda.mem_get_info(device)[0], tuple[WeightPart, ...]()
     capacity, problem, advice = None, None, None
@@ -146,7 +147,7 @@ def _on_gpu(
     return _facts(device, DTYPE, weights, kv, free, capacity, told, problem, advice)
 
 
-def _gpu_weights(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel) -> tuple[WeightPart, ...]:
+def _gpu_weights(config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel) -> tuple[WeightPart, ...]:
     if isinstance(source, ForeignModel):
         return source.parts(DTYPE)
     weights = describe_weights(

@@ -46,13 +46,16 @@ class _Model(NamedTuple):
     """The model as transformers computes it; None where headrace's own code does."""
 
 
-class _Stored(NamedTuple):
+class _Held(NamedTuple):
     """What the files hold."""
 
     parts: tuple[WeightPart, ...] = ()
     """Formats and bytes of the weights that are read; empty where the model is not known."""
     nbytes: int = 0
     """Bytes of these weights, or of all where the model is not known."""
+    source: Inventory | ForeignModel | Path | None = None
+    """Where devices find the weights: the tensors of a decoder, another library's model, or the folder of an encoder;
+    None where nothing is known of them."""
     unread: tuple[str, ...] = ()
     """Names of the other parts of a multimodal model."""
     unread_bytes: int = 0
@@ -87,20 +90,20 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
             source = found.attempt(lambda: files.enter_context(GgufFile(path)))
         model = None if source is None else _described(source, config, found)
         spec, foreign = (None, None) if model is None else (model.spec, model.foreign)
-        stored = _Stored() if source is None else _stored(source, spec, foreign, found)
+        held = _Held() if source is None else found.attempt(lambda: _held(source, spec, foreign, files)) or _Held()
         if isinstance(source, Path) and spec is not None:
             found.attempt(lambda: check_folder(source))
-        devices = _devices(config, spec, (foreign or source) if stored.parts else None, found)
+        devices = _devices(config, spec, held.source, found)
     return ModelFacts(
         model=config.model,
         path=None if path is None else str(path),
         shape=None if model is None else model.shape,
         fallback=None if foreign is None else foreign.why,
-        stored=stored.parts,
-        stored_bytes=stored.nbytes,
-        active_bytes=_active(stored.parts, stored.nbytes, spec),
-        unread=stored.unread,
-        unread_bytes=stored.unread_bytes,
+        stored=held.parts,
+        stored_bytes=held.nbytes,
+        active_bytes=_active(held, spec),
+        unread=held.unread,
+        unread_bytes=held.unread_bytes,
         devices=tuple(devices),
         problems=tuple(dict.fromkeys(found.problems)),
     )
@@ -129,35 +132,34 @@ def _described(source: GgufFile | Path, options: EngineConfig, found: _Found) ->
     return _Model(shape, decoder, foreign)
 
 
-def _stored(
-    source: GgufFile | Path, spec: DecoderSpec | EncoderSpec | None, foreign: ForeignModel | None, found: _Found
-) -> _Stored:
-    """Return formats and bytes of the weights in the files, and their sum; of an unknown model the sum alone."""
+def _held(
+    source: GgufFile | Path, spec: DecoderSpec | EncoderSpec | None, foreign: ForeignModel | None, opened: ExitStack
+) -> _Held:
+    """Return what the files hold of a model's weights; `opened` closes them. Of an unknown model, the bytes alone.
 
-    def look() -> _Stored:
-        with ExitStack() as opened:
-            files = open_files(source, opened)
-            total = sum(map(files.nbytes, files.shapes))
-            if foreign is not None and isinstance(files, SafetensorsFolder):
-                return _Stored(foreign.parts(files.weight_dtype(next(iter(files.shapes)))), total)
-            if not isinstance(spec, DecoderSpec):
-                return _Stored(_of_encoder(files, spec), total)
-            inventory = Inventory(files, spec, checks=False)
-            parts = parts_in_files(inventory, spec)
-            held = {name.removeprefix("model.").partition(".")[0] for name in inventory.others}
-            unread = tuple(part for part in spec.names.others if part in held)
-            return _Stored(parts, sum(part.nbytes for part in parts), unread, sum(map(files.nbytes, inventory.others)))
+    Raises:
+        ModelRejected: A file is missing or damaged, or a tensor is missing, left over or of another shape.
+    """
+    files = open_files(source, opened)
+    total = sum(map(files.nbytes, files.shapes))
+    if foreign is not None and isinstance(files, SafetensorsFolder):
+        return _Held(foreign.parts(files.weight_dtype(next(iter(files.shapes)))), total, foreign)
+    if not isinstance(spec, DecoderSpec):
+        return _Held(_of_encoder(files, spec), total, source if isinstance(source, Path) else None)
+    inventory = Inventory(files, spec)
+    parts = parts_in_files(inventory, spec)
+    names = {name.removeprefix("model.").partition(".")[0] for name in inventory.others}
+    unread = tuple(part for part in spec.names.others if part in names)
+    return _Held(parts, sum(part.nbytes for part in parts), inventory, unread, sum(map(files.nbytes, inventory.others)))
 
-    return found.attempt(look) or _Stored()
 
-
-def _active(stored: Sequence[WeightPart], total: int, spec: DecoderSpec | EncoderSpec | None) -> int:
+def _active(held: _Held, spec: DecoderSpec | EncoderSpec | None) -> int:
     """Return the bytes of the weights that compute one token."""
     routing = routing_of(spec) if isinstance(spec, DecoderSpec) else None
     if routing is None:
-        return total
-    experts = sum(part.nbytes for part in stored if part.part == "experts")
-    return total - experts + experts * routing.top_k // routing.experts
+        return held.nbytes
+    experts = sum(part.nbytes for part in held.parts if part.part == "experts")
+    return held.nbytes - experts + experts * routing.top_k // routing.experts
 
 
 def _of_encoder(files: GgufFile | SafetensorsFolder, spec: EncoderSpec | None) -> tuple[WeightPart, ...]:
@@ -170,11 +172,11 @@ def _of_encoder(files: GgufFile | SafetensorsFolder, spec: EncoderSpec | None) -
 def _devices(
     config: EngineConfig,
     spec: DecoderSpec | EncoderSpec | None,
-    source: GgufFile | Path | ForeignModel | None,
+    source: Inventory | ForeignModel | Path | None,
     found: _Found,
 ) -> Sequence[DeviceFacts]:
     devices = found.attempt(lambda: devices_of(config)) or []
-    if isinstance(spec, DecoderSpec):
+    if isinstance(spec, DecoderSpec) and not isinstance(source, Path):
         return [facts_of(device, config, spec, source) for device in devices]
     if isinstance(spec, EncoderSpec) and isinstance(source, Path):
         return [encoder_facts(device, config, spec, source) for device in devices]

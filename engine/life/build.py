@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 __all__ = ["build_kernels", "open_engine"]
 
 logger = logging.getLogger("headrace.engine")
+
+_Files: TypeAlias = GgufFile | Path | Literal["random"]
+"""An open GGUF file, a model's folder, or `"random"`."""
 
 
 class _NoTokenizer:
@@ -100,12 +103,12 @@ def _open(config: EngineConfig) -> Opened:
         return _open_encoder(config, path, name)
     with ExitStack() as files:
         tokenizer: Tokenizer | _NoTokenizer
-        source: Source
+        source: _Files
         foreign: FallbackModel | None = None
         if path.suffix == ".gguf":
             check_native(config, "GGUF files")
-            source = files.enter_context(GgufFile(path))
-            spec, tokenizer = source.spec(), Tokenizer.from_gguf(source.metadata)
+            source = gguf = files.enter_context(GgufFile(path))
+            spec, tokenizer = gguf.spec(), Tokenizer.from_gguf(gguf.metadata)
         else:
             source, described = "random" if config.load_format == "random" else path, read_hf_config(path)
             foreign = _fallback(config, described, path)
@@ -187,13 +190,13 @@ def _check_speculation(config: EngineConfig, why: str) -> None:
         )
 
 
-def _recommended(config: EngineConfig, source: Source) -> Mapping[str, float]:
+def _recommended(config: EngineConfig, source: _Files) -> Mapping[str, float]:
     """Return the sampling values that the model's files recommend; empty if they are not wanted."""
     if config.generation_defaults == "none" or source == "random":
         return {}
     if isinstance(source, GgufFile):
         return from_gguf_metadata(source.metadata)
-    return from_generation_config(generation_config(Path(source)))
+    return from_generation_config(generation_config(source))
 
 
 def _info(device: Device, model: str, architecture: str, embedding: Embedding | None) -> EngineInfo:

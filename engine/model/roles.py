@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 __all__ = ["Fused", "Names", "Part", "Rotated", "bias", "head_norm_roles", "matrix", "norm"]
@@ -59,6 +59,12 @@ class Fused:
         """The parameter's shape, [out, in] or [out]."""
         rows = sum(part.rows for part in self.parts)
         return (rows,) if self.columns is None else (rows, self.columns)
+
+    @property
+    def shapes(self) -> Iterator[tuple[Part, tuple[int, ...]]]:
+        """The parts, each with the shape of its tensor."""
+        inner = () if self.columns is None else (self.columns,)
+        return ((part, (part.rows, *inner)) for part in self.parts)
 
     @property
     def is_bias(self) -> bool:

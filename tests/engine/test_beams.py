@@ -197,17 +197,17 @@ def test_a_cancelled_search_gives_everything_back(folder: Path, after: int, anyi
 
 
 def test_a_step_that_fails_ends_the_search_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ENGINE_OPS.attend
+    real = ENGINE_OPS.embed
     fails = False
 
-    def attend(self: CpuOps, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def embed(self: CpuOps, *args: Any) -> torch.Tensor:
         nonlocal fails
         if fails:
             fails = False
             raise ValueError("broken")
         return real(self, *args)
 
-    monkeypatch.setattr(ENGINE_OPS, "attend", attend)
+    monkeypatch.setattr(ENGINE_OPS, "embed", embed)
 
     async def run() -> None:
         nonlocal fails

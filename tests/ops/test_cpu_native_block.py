@@ -15,6 +15,7 @@ from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context, library
 from headrace.ops.cpu.native.linear import as_floats
 from headrace.ops.formats import Stored
+from headrace.ops.layer_weights import AttentionWeights, FeedWeights
 from headrace.ops.paged import DecodeGroup, GivenKv, PagedBatch, PrefillRow
 from headrace.ops.stream import HeadNorms, Stream
 
@@ -217,4 +218,29 @@ def test_a_layer_in_one_call_is_the_operations_one_after_the_other(
     gates = torch.randn(3, 2 * 37) * 20
     torch.testing.assert_close(ops.activate(gates, "silu"), functional.silu(gates[:, :37]) * gates[:, 37:])
     assert as_floats(x) is x
+    ops.close()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("has_head_norms", [False, True])
+@pytest.mark.parametrize(("weight", "dtype"), [(random_groups, torch.bfloat16), (dense, torch.float32)])
+def test_a_whole_layer_is_its_parts_bit_for_bit(
+    tokens: int, threads: int, has_head_norms: bool, weight: Callable[[int, int], Stored], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    ops, size, width = make_ops(dtype=dtype, threads=threads), 64, HEADS * HEAD_DIM
+    qkv = ops.pack(weight(width + 2 * KV_HEADS * HEAD_DIM, size), torch.randn(width + 2 * KV_HEADS * HEAD_DIM))
+    o, gate_up, down = (ops.pack(weight(*shape), None) for shape in ((size, width), (2 * 96, size), (size, 96)))
+    norm, feed_norm = torch.rand(size).bfloat16(), torch.rand(size).bfloat16()
+    norms = HeadNorms(torch.rand(HEAD_DIM), torch.rand(HEAD_DIM)) if has_head_norms else None
+    x, added = torch.randn(tokens, size), torch.randn(tokens, size)
+    step, kv, kv_apart = ops.prepare(batch_of([(0, 0, tokens)], 16)), *(ops.allocate_kv(2, PAGES) for _ in range(2))
+    whole = ops.whole_layer(AttentionWeights(norm, qkv, norms, o), FeedWeights(feed_norm, gate_up, down), 1)
+    found = whole(Stream(x.clone(), added.clone()), step, kv)
+    o_NX, total = ops.attend(Stream(x.clone(), added.clone()), norm, qkv, norms, step, kv_apart, 1)
+    y_NF, total = ops.feed(ops.add(o_NX, o, total, feed_norm, 1, "o"), feed_norm, gate_up, 1)
+    apart = ops.add(y_NF, down, total, None, 1, "down")
+    assert found.total_NE is None and torch.equal(found.x_NE, apart.x_NE)
+    assert torch.equal(kv.pages_LPsKTD, kv_apart.pages_LPsKTD) and kv.pages_LPsKTD[1].any()
     ops.close()

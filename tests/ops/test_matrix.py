@@ -4,23 +4,31 @@ The launches are those of the engine's own code, for the sizes of real models, s
 chosen there. What a kernel wants of a block's shared memory must be what the GPU has. Usually every GPU gets the
 kernels of a decode step, and those with the fewest features and the least shared memory get all kernels, each for one
 size of model and batch. Of what differs in a number alone, such as the kinds of codes of quantised weights, a commit's
-hash chooses a few. HEADRACE_MATRIX=all, which `make soak` sets, gives every GPU all kernels for many sizes.
+hash chooses a few. HEADRACE_MATRIX=all, which `make soak` sets, gives every GPU all kernels for many sizes: some 1,000
+of Triton for each, at a second of one core apiece, and 200 of csrc/ for Hopper. It goes in parts, each a test, and
+build/matrix says which have passed with the same sources, so that a run that was interrupted goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
 from commit import chosen, head
 from compiled_kernels import Launch, compiling_for
+from source_files import ROOT, name_of, repository_files
 from stored_codes import OTHERS, random_weight
 
 from headrace.ops.formats import Stored
@@ -33,8 +41,13 @@ POSITIONS, PAGES, SLOTS, RANK = 4096, 64, 4, 16
 ALL_KERNELS = ("sm_86",)
 """GPUs of the oldest features and the least shared memory."""
 EVERYTHING = os.environ.get("HEADRACE_MATRIX") == "all"
+PARTS = 12 if EVERYTHING else 1
+"""Tests that share what is compiled for a GPU: a part takes minutes and no more memory than its own kernels do."""
 USUAL = "llama-3.1-8b"
 COMMIT = head(Path(__file__).parent)
+
+
+Case = TypeVar("Case")
 
 
 class Model(NamedTuple):
@@ -457,21 +470,57 @@ def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip,
         yield "adapters' files", unpack, chip, 1
 
 
+def part_of(found: Sequence[Case], part: int) -> Sequence[Case]:
+    """The neighbours that a part compiles, since neighbours share kernels."""
+    return found[len(found) * part // PARTS : len(found) * (part + 1) // PARTS]
+
+
+@cache
+def passed_folder() -> Path:
+    """Where it is kept which parts of everything have passed with these sources and this compiler."""
+    digest, here = sha256(version("torch").encode() + version("triton").encode()), Path(__file__)
+    own = {here, *(here.parents[1] / name for name in ("compiled_kernels.py", "stored_codes.py"))}
+    for path in repository_files():
+        if path in own or name_of(path).startswith("ops/"):
+            digest.update(path.read_bytes())
+    return ROOT / "build" / "matrix" / digest.hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def once(name: str, folder: Path) -> Iterator[None]:
+    """Run what compiles everything into `folder`, which takes a gigabyte, unless it has passed before."""
+    if not EVERYTHING:
+        yield
+        return
+    if (passed := passed_folder() / name).exists():
+        pytest.skip(f"passed before with the same sources; delete {passed} to compile again")
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
+    passed.parent.mkdir(parents=True, exist_ok=True)
+    passed.touch()
+
+
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("arch", ARCHS)
-def test_kernels_of_triton_compile_and_fit(arch: str, tmp_path: Path) -> None:
+def test_kernels_of_triton_compile_and_fit(arch: str, part: int, tmp_path: Path) -> None:
     unfit: list[tuple[str, Launch]] = []
-    with compiling_for(arch, tmp_path) as launches:
-        for what, call, chip, rows in cases(arch, everything=EVERYTHING):
+    with once(f"triton-{arch}-{part}", tmp_path), compiling_for(arch, tmp_path) as launches:
+        for what, call, chip, rows in part_of(list(cases(arch, everything=EVERYTHING)), part):
             before = set(launches)
             call(chip, rows)
             unfit += [(what, launch) for launch in launches - before if launch.shared_bytes > chip.arch.shared_bytes]
-    assert not unfit, f"{arch} has {chip.arch.shared_bytes} bytes"
+        assert not unfit, f"{arch} has {chip.arch.shared_bytes} bytes"
+        assert launches
     kernels = {launch.kernel for launch in launches}
+    if EVERYTHING:
+        return
     assert kernels >= {"_unpack_kernel", "_coded_vector_kernel", "_coded_tiles_kernel"}
     assert kernels >= {"_expert_tiles_kernel", "_coded_expert_tiles_kernel", "_expert_up_kernel", "_expert_down_kernel"}
     assert kernels >= {"_split_decode_kernel", "_grouped_attention_kernel"}
     assert "_to_codes_kernel" in kernels or not chip.arch.has("wgmma")
-    assert len(kernels) >= (30 if EVERYTHING or arch in ALL_KERNELS else 5), kernels
+    assert len(kernels) >= (30 if arch in ALL_KERNELS else 5), kernels
 
 
 SHAPES = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (8, 1, 128), (9, 3, 64), (14, 2, 64), (64, 8, 64)]
@@ -528,9 +577,15 @@ def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, i
     return [(name, sizes) for name, sizes in first if everything or sizes.get("ROWS", widest) == widest]
 
 
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(("arch", "target"), [("sm_90", "90a"), ("sm_100", "100a"), ("sm_120", "120a")])
-def test_kernels_of_csrc_compile_and_fit(arch: str, target: str, tmp_path: Path) -> None:
+def test_kernels_of_csrc_compile_and_fit(arch: str, target: str, part: int, tmp_path: Path) -> None:
     """What shared memory a launch asks for is known to the launcher, which the sources check as they compile."""
+    with once(f"csrc-{arch}-{part}", tmp_path):
+        compile_with_nvcc(arch, target, part, tmp_path)
+
+
+def compile_with_nvcc(arch: str, target: str, part: int, tmp_path: Path) -> None:
     with compiling_for(arch, tmp_path):
         from headrace.ops.cuda.arch import Arch
         from headrace.ops.cuda.compiling.toolkit import find_toolkit
@@ -541,7 +596,7 @@ def test_kernels_of_csrc_compile_and_fit(arch: str, target: str, tmp_path: Path)
     ffi = Path((importlib.util.find_spec("tvm_ffi") or pytest.fail("needs apache-tvm-ffi")).origin or "").parent
     includes = [f"-I{folder}" for folder in (*toolkit.includes, ffi / "include", ffi / "3rdparty/dlpack/include")]
     assert {name for name, _ in asked} >= ({"even_decode", "even_linear"} if arch == "sm_90" else {"even_decode"})
-    for number, (name, sizes) in enumerate(asked):
+    for number, (name, sizes) in enumerate(part_of(asked, part)):
         macros = [f"-D{macro}={value}" for macro, value in sizes.items()]
         code = f"-gencode=arch=compute_{target},code=sm_{target}"
         output = ["-cubin", "-Xptxas", "-v", "-o", str(tmp_path / f"{number}.cubin")]

@@ -245,6 +245,22 @@ def test_a_model_that_is_too_large_unless_it_is_quantised(tmp_path: Path, monkey
     assert code == 1 and f'With quantize="int8" the weights take {small:,} of the {free:,} bytes' in text
 
 
+def test_headers_are_read_once_however_many_ways_to_quantise_are_weighed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_family("llama 3", tmp_path)
+    read: list[str] = []
+    read_header = safetensors.read_header
+    monkeypatch.setattr(safetensors, "read_header", lambda file, name: [read.append(name), read_header(file, name)][1])
+    opened(tmp_path)
+    assert read == ["model.safetensors"]
+    for module in ("model.cpu.sizing", "inspection.devices"):
+        monkeypatch.setattr(f"headrace.engine.{module}.free_host_bytes", lambda: 1)
+    facts = inspect_model(EngineConfig(model=tmp_path))
+    assert "A smaller model would run" in (facts.devices[0].advice or "") and facts.devices[0].weights
+    assert read == ["model.safetensors"] * 2
+
+
 def test_seventy_billion_weights_are_described_without_reading_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from headrace.engine.model.checkpoint.found import Checkpoint, Found, Reader, refuse_tensor
-from headrace.engine.model.checkpoint.plan import all_parameters, all_parts
+from headrace.engine.model.checkpoint.plan import all_parameters
 from headrace.engine.model.checkpoint.readers import READERS, find
 from headrace.engine.model.checkpoint.transposed import transposed
 from headrace.engine.model.roles import Fused, Names, Part
@@ -23,19 +23,16 @@ __all__ = ["Inventory"]
 class Inventory:
     """How an open checkpoint holds each tensor that a decoder needs."""
 
-    def __init__(
-        self, files: Checkpoint, spec: DecoderSpec, readers: Sequence[Reader] = READERS, *, checks: bool = True
-    ) -> None:
+    def __init__(self, files: Checkpoint, spec: DecoderSpec, readers: Sequence[Reader] = READERS) -> None:
         """Find all tensors of `spec`, each by the first of `readers` that knows it.
 
         Args:
             files: The open checkpoint.
             spec: The shape of the model.
             readers: Readers of the ways in which a checkpoint may store a weight, in the order in which they are asked.
-            checks: Whether to read the scales of quantised weights and to refuse damaged ones.
 
         Raises:
-            ModelRejected: A tensor is missing, left over, of another shape, or quantised in a damaged way.
+            ModelRejected: A tensor is missing, left over or of another shape.
         """
         self.files = files
         self.names: Names = spec.names.found_in(files.shapes)
@@ -46,7 +43,8 @@ class Inventory:
         """By layer, names of the scales of an 8-bit cache that it may have, each with `k` (keys) or `v` (values)."""
         self.tied_leftover: Found | None = None
         """A stored head that should be the embedding, since the spec ties them; None if there is none."""
-        parts = [(self.names.of(part), part, shape) for part, shape in all_parts(spec)]
+        parameters = tuple(all_parameters(spec))
+        parts = [(self.names.of(part), part, shape) for fused in parameters for part, shape in fused.shapes]
         wanted = {name: shape for name, _, shape in parts}
         self._turned = {name for name, part, _ in parts if self.names.is_transposed(part)}
         self._found = {name: found for name in wanted if (found := self._find(name, readers)) is not None}
@@ -63,10 +61,17 @@ class Inventory:
         for name, shape in wanted.items():
             self._check_shape(name, shape)
         self._check_stacks()
-        for fused in all_parameters(spec):
+        for fused in parameters:
             self._check_kinds(fused)
+
+    def check_numbers(self) -> None:
+        """Read what decides whether quantised weights are sound, such as their scales, and refuse damaged ones.
+
+        Raises:
+            ModelRejected: A scale is not finite, or another such number is none that a tool writes.
+        """
         for found in self._found.values():
-            if checks and found.check is not None:
+            if found.check is not None:
                 found.check()
 
     def of(self, part: Part) -> Found:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -25,7 +26,7 @@ from headrace.ops.formats import Dense, Format, Stacked, Stored, joins
 from headrace.ops.paged import KvScales
 from headrace.ops.quantise import Method, quantise
 
-__all__ = ["BlankMaker", "Empty", "FileMaker", "Layout", "Progress", "kept"]
+__all__ = ["BlankMaker", "Empty", "FileMaker", "Layout", "MetaMaker", "Progress", "kept"]
 
 Empty: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
 """Function that makes an uninitialised tensor on the device, from its shape and dtype."""
@@ -206,9 +207,7 @@ class FileMaker:
         return found.format if self.row_order(part) is None or _can_move(found, part) else plain
 
     def _fill(self, target: Stored, part: Part) -> None:
-        """Write one tensor of the checkpoint over `target`, its part of a parameter; read nothing for a meta device."""
-        if self.device.type == "meta":
-            return
+        """Write one tensor of the checkpoint over `target`, its part of a parameter."""
         name, order = self.inventory.names.of(part), self.row_order(part)
         found = self.inventory.of(part)
         is_kept = not isinstance(target.format, Dense)
@@ -304,6 +303,26 @@ class BlankMaker(FileMaker):
     def _fill(self, target: Stored, part: Part) -> None:
         for each in target.parts.values():
             each.zero_()
+
+
+class MetaMaker(FileMaker):
+    """Describes the parameters of a checkpoint on the meta device; matrices that are alike are one object."""
+
+    @cached_property
+    def _alike(self) -> dict[Hashable, Stored]:
+        """The matrices that have been described, by what those that are alike have in common."""
+        return {}
+
+    def weight(self, fused: Fused) -> Stored:
+        """Return a matrix, the same one wherever tensors of the same roles have the same formats and shapes."""
+        formats = tuple(self._format(part) for part in fused.parts)
+        key = (formats, fused.shape, *((part.role, part.rows) for part in fused.parts))
+        if key not in self._alike:
+            self._alike[key] = super().weight(fused)
+        return self._alike[key]
+
+    def _fill(self, target: Stored, part: Part) -> None:
+        """Read nothing."""
 
 
 def _can_move(found: Found, part: Part) -> bool:

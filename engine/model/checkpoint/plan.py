@@ -60,8 +60,7 @@ def all_parameters(spec: DecoderSpec) -> Iterator[Fused]:
 def all_parts(spec: DecoderSpec) -> Iterator[tuple[Part, tuple[int, ...]]]:
     """Yield every tensor that a checkpoint of this spec holds, with its shape."""
     for fused in all_parameters(spec):
-        for part in fused.parts:
-            yield part, (part.rows, *fused.shape[1:])
+        yield from fused.shapes
 
 
 def _stored(spec: DecoderSpec, plan: Mapping[str, Fused], layer: int) -> dict[str, Fused]:

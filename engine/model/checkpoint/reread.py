@@ -13,6 +13,8 @@ from pathlib import Path
 from headrace.adapters.untrusted import read_bytes
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.inventory import Inventory
+from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.families.registry import QUANTISATION_FILE
 from headrace.engine.tokens.folder import TOKENIZER_FILES
@@ -30,8 +32,9 @@ def rereading(source: Source) -> Callable[[], Source]:
     """
     if isinstance(source, str) and source == "random":
         return lambda: source
-    path = source.path if isinstance(source, GgufFile) else Path(source)
-    before = _described(source) if isinstance(source, GgufFile) else _digests(path)
+    files = source.files if isinstance(source, Inventory) else source
+    path = files.path if isinstance(files, GgufFile | SafetensorsFolder) else Path(files)
+    before = _described(files) if isinstance(files, GgufFile) else _digests(path)
 
     def again() -> Source:
         now = _digests(path)

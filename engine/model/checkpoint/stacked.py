@@ -14,6 +14,7 @@ from typing import Final
 
 from headrace.engine.model.checkpoint.found import Checkpoint, Found, Pieces, Place, Staging, refuse_tensor
 from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.quantised.parts import CODES, is_plain, present
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.ops.formats import Dense, Stored
 
@@ -45,14 +46,17 @@ class StackedExperts:
         tensor = next((each for each in names if each in files.shapes), None)
         if tensor is None:
             return None
-        if name in files.shapes:
-            refuse_tensor(files, name, "left over", f"either each expert's own tensors or {tensor}, not both")
+        for own in present(files, name.removesuffix(".weight"), CODES):
+            refuse_tensor(files, own, "left over", f"either each expert's own tensors or {tensor}, not both")
         shape = files.shapes[tensor]
         parts = 1 if role == "down_proj" else 2
         if len(shape) != 3 or shape[1] % parts or not all(shape):
             wanted = "[experts, out, in]" if parts == 1 else "[experts, 2 * width, in]"
             refuse_tensor(files, tensor, list(shape), f"the shape {wanted}")
         _check_count(files, tensor, shape[0], expert)
+        if not is_plain(files, tensor):
+            dtype = str(files.dtype(tensor)).removeprefix("torch.")
+            refuse_tensor(files, tensor, dtype, "plain floats; of quantised experts each has tensors of its own")
         rows = shape[1] // parts
         first = expert * shape[1] + (rows if role == "up_proj" else 0)
         format = Dense(files.weight_dtype(tensor))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.inventory import Inventory
-from headrace.engine.model.checkpoint.parameters import BlankMaker, Empty, FileMaker, Layout, Progress, kept
+from headrace.engine.model.checkpoint.parameters import BlankMaker, Empty, FileMaker, Layout, MetaMaker, Progress, kept
 from headrace.engine.model.checkpoint.plan import final_norm_plan, layer_plan, per_layer_plan, top_plan
 from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Reader
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
@@ -39,11 +39,13 @@ __all__ = [
     "describe_weights",
     "load_weights",
     "open_files",
+    "open_inventory",
     "open_weights",
 ]
 
-Source: TypeAlias = str | os.PathLike[str] | GgufFile | Literal["random"]
-"""Hugging Face folder with safetensors, GGUF file (a path, or an open file, which stays open), or `"random"`."""
+Source: TypeAlias = str | os.PathLike[str] | GgufFile | Inventory | Literal["random"]
+"""Hugging Face folder with safetensors, GGUF file (a path, or an open file), inventory of such files, or `"random"`.
+What is open stays open."""
 _INIT_STD = 0.02
 
 
@@ -258,7 +260,8 @@ def open_weights(
                 source, spec, dtype=dtype, device=device, seed=seed, quantize=quantize, quantize_head=quantize_head
             )
             return
-        inventory = Inventory(open_files(source, files), spec, readers)
+        inventory = files.enter_context(open_inventory(source, spec, readers))
+        inventory.check_numbers()
         empty = partial(_empty, device)
         maker = FileMaker(
             inventory, spec, empty, dtype, device, keep_packed, progress, quantize=quantize, quantize_head=quantize_head
@@ -292,7 +295,8 @@ def load_weights(
         keep_packed: Whether weights of products stay in the formats in which the checkpoint stores them.
         seed: Seed of the numbers that `"random"` draws.
         progress: Called after each tensor with the bytes done and the bytes in all.
-        readers: Readers of the ways in which a checkpoint may store a weight, in the order in which they are asked.
+        readers: Readers of the ways in which a checkpoint may store a weight, in the order in which they are asked;
+            an inventory has been made with its own.
         empty: Makes all tensors, parts of stored weights included, always in the same order; None uses torch's own.
         layout: Returns a quantised weight of products in the form in which the device keeps it; None makes it dense,
             unless `keep_packed`.
@@ -309,7 +313,9 @@ def load_weights(
     with ExitStack() as files:
         if source == "random":
             return _assemble(spec, _Random(empty, dtype, device, seed, layout, quantize, quantize_head))
-        inventory = Inventory(open_files(source, files), spec, readers, checks=not blank)
+        inventory = files.enter_context(open_inventory(source, spec, readers))
+        if not blank:
+            inventory.check_numbers()
         make = BlankMaker if blank else FileMaker
         maker = make(inventory, spec, empty, dtype, device, keep_packed, progress, layout, quantize, quantize_head)
         return _load(maker, spec)
@@ -330,15 +336,16 @@ def describe_weights(
     """Return a model's parameters without their numbers, on the meta device, in the formats that loading gives them.
 
     Reads headers, and of some formats the order of columns, but neither weights nor scales. Arguments and errors are
-    those of `load_weights` and `open_weights`, without the errors that are about numbers.
+    those of `load_weights` and `open_weights`, without the errors that are about numbers. Matrices that are alike in
+    format and shape, as those of experts are, may be one object.
     """
     device = torch.device("meta")
     empty = partial(_empty, device)
     with ExitStack() as files:
         if source == "random":
             return _assemble(spec, _Random(empty, dtype, device, 0, layout, quantize, quantize_head))
-        inventory = Inventory(open_files(source, files), spec, readers, checks=False)
-        maker = FileMaker(inventory, spec, empty, dtype, device, keep_packed, None, layout, quantize, quantize_head)
+        inventory = files.enter_context(open_inventory(source, spec, readers))
+        maker = MetaMaker(inventory, spec, empty, dtype, device, keep_packed, None, layout, quantize, quantize_head)
         return _assemble(spec, maker, keep_embedding=keep_embedding)
 
 
@@ -358,6 +365,19 @@ def open_files(source: str | os.PathLike[str] | GgufFile, files: ExitStack) -> C
     if path.suffix == ".gguf":
         return files.enter_context(GgufFile(path))
     return files.enter_context(SafetensorsFolder(path))
+
+
+@contextmanager
+def open_inventory(
+    source: str | os.PathLike[str] | GgufFile | Inventory, spec: DecoderSpec, readers: Sequence[Reader] = READERS
+) -> Iterator[Inventory]:
+    """Yield the inventory of the checkpoint at `source`, which is closed afterwards unless it was open already.
+
+    Raises:
+        ModelRejected: A file is missing or damaged, or a tensor is missing, left over or of another shape.
+    """
+    with ExitStack() as files:
+        yield source if isinstance(source, Inventory) else Inventory(open_files(source, files), spec, readers)
 
 
 def _load(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 import torch
 
@@ -11,7 +12,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.reread import rereading
-from headrace.engine.model.checkpoint.weights import Source, open_weights
+from headrace.engine.model.checkpoint.weights import Source, open_inventory, open_weights
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner, cpu_ops
 from headrace.engine.model.cpu.sizing import cpu_dtype, cpu_limits, cpu_sizes, runs_native
@@ -47,10 +48,23 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignMo
     threads = config.cpu_threads or default_threads()
     context = Context(threads) if runs_native(spec) else None
     ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype, context=context)
+    with ExitStack() as files:
+        if not isinstance(source, ForeignModel) and source != "random":
+            source = files.enter_context(open_inventory(source, spec))  # once, for the sizes and for the weights
+        return _open(config, spec, source, ops, threads)
+
+
+def _open(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    source: Source | ForeignModel,
+    ops: dict[MixerSpec, CpuOps],
+    threads: int,
+) -> Device:
     sizes = cpu_sizes(config, spec, source, ops)
-    capacity = sizes.capacity()
+    dtype, capacity = sizes.dtype, sizes.capacity()
     kv_bytes = capacity.num_pages * sizes.page_bytes
-    activations = dtype if context is None else torch.float32
+    activations = torch.float32 if _is_native(ops) else dtype
     bank = CpuBank(config.adapter_slots, capacity.max_rows, activations) if config.adapter_slots else None
     adapters = None
     if bank is not None:
@@ -72,6 +86,10 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignMo
     )
 
 
+def _is_native(ops: Mapping[MixerSpec, CpuOps]) -> bool:
+    return any(isinstance(each, NativeOps) for each in ops.values())
+
+
 def _make_runner(
     config: EngineConfig,
     spec: DecoderSpec,
@@ -91,15 +109,13 @@ def _make_runner(
 
 
 def _foreign_loader(model: ForeignModel, ops: dict[MixerSpec, CpuOps], dtype: torch.dtype) -> Callable[[], CpuDecoder]:
-    is_native = any(isinstance(each, NativeOps) for each in ops.values())
-
     def load() -> CpuDecoder:
         decoder: CpuDecoder = model.open(
             ops,
             lambda step: step.positions_N,
             dtype=dtype,
             device=torch.device("cpu"),
-            activations=torch.float32 if is_native else None,
+            activations=torch.float32 if _is_native(ops) else None,
         )
         return_freed_memory()
         return decoder
@@ -115,10 +131,8 @@ def _loader(
     dtype: torch.dtype,
     threads: int,
 ) -> Callable[[], CpuDecoder]:
-    again = rereading(source)  # an open file is closed by then
+    again = rereading(source)  # what is open now is closed by then
     sources = iter([source])
-
-    keeps_embedding = any(isinstance(each, NativeOps) for each in ops.values())
 
     def load() -> CpuDecoder:
         packed = config.dtype == "auto"
@@ -131,7 +145,7 @@ def _loader(
                 spec,
                 dtype=dtype,
                 keep_packed=packed,
-                keep_embedding=keeps_embedding,
+                keep_embedding=_is_native(ops),
                 seed=config.seed,
                 progress=progress,
                 quantize=config.quantize,

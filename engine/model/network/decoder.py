@@ -85,7 +85,7 @@ class Decoder(Generic[Packed, Step, Kv]):
             feed = feeds[type(layer.feed)](layer, of_layer.feed, here, number)
             tail = None if layer.tail is None else Tail(layer.tail, of_layer.feed, here, number)
             if not norms.is_parallel:
-                return _Made(SerialLayer(mixer, feed), tail)
+                return _Made(SerialLayer(mixer, feed, here, number), tail)
             own_entry = None if norms.placement == "shared" else Entry(of_layer.feed.vectors, here)
             return _Made(ParallelLayer(mixer, feed, Entry(of_layer.mixer.vectors, here), own_entry), tail)
 

@@ -13,9 +13,21 @@ from torch import Tensor
 
 from headrace.ops.experts import Experts
 from headrace.ops.formats import Stored
+from headrace.ops.layer_weights import AttentionWeights, FeedWeights
 from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation, Stream
 
-__all__ = ["BlockOps", "DeviceOps", "Kv", "Packed", "PackedExperts", "ReadableHead", "Step", "Table"]
+__all__ = [
+    "BlockOps",
+    "DeviceOps",
+    "Kv",
+    "LayerOps",
+    "Packed",
+    "PackedExperts",
+    "ReadableHead",
+    "Step",
+    "Table",
+    "WholeLayer",
+]
 
 Packed = TypeVar("Packed")
 Step = TypeVar("Step")
@@ -55,6 +67,25 @@ class PackedExperts(Protocol):
             x_NE: Normed input, in the dtype of products.
             routed_NE: Input of the router, in the same dtype; None where it is `x_NE`.
         """
+        ...
+
+
+class WholeLayer(Protocol[_Step, _Kv]):
+    """Protocol of a layer that a device computes by one operation."""
+
+    def __call__(self, stream: Stream, step: _Step, kv: _Kv, /) -> Stream:
+        """Return the stream with the results of the layer's mixer and feed added; nothing may be pending."""
+        ...
+
+
+@runtime_checkable
+class LayerOps(Protocol[_Packed, _Step, _Kv]):
+    """Protocol of a device's operations that compute layers of attention and gated feed as a whole."""
+
+    def whole_layer(
+        self, attention: AttentionWeights[_Packed], feed: FeedWeights[_Packed], layer: int, /
+    ) -> WholeLayer[_Step, _Kv]:
+        """Return the layer with the number `layer` as one operation, with the bits that its parts give."""
         ...
 
 

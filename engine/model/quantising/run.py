@@ -111,9 +111,10 @@ def quantise_folder(
     try:
         with SafetensorsFolder(model) as files:
             inventory = Inventory(files, spec)
+            inventory.check_numbers()
             selection = _selected(spec, inventory, method, head, symmetric, ids_ST)
-            for name, reason in selection.odd.items():
-                watcher.note(f"{name} is not quantised: {reason}")
+            for line in selection.notes():
+                watcher.note(line)
             tensors = _tensors(files, selection)
             arguments = _arguments(model, selection, head, ids_ST, shard_bytes, device)
             copy = _Copy(files, inventory, spec, selection, watcher, device or torch.device("cpu"))
@@ -127,8 +128,7 @@ def quantise_folder(
                     copy.write(written, opened, ids_ST)
                 copy_others(model, written.folder)
                 written.finish()
-            after = sum(map(nbytes, tensors.values()))
-            return Report(out, copy.total, after, len(selection.modules), copy.dense())
+            return Report(out, copy.total, sum(map(nbytes, tensors.values())), len(selection.modules), copy.dense())
     except OSError as error:
         what = f"{error.strerror or error}, at {error.filename or out}"
         raise HeadraceError(

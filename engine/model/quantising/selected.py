@@ -55,6 +55,17 @@ class Selection:
         """The quantised modules by the name of their weight."""
         return {module.weight: module for module in self.modules}
 
+    def notes(self) -> Iterator[str]:
+        """Yield lines that a person should read: what is left out, and what transformers 5.23 does not simply read."""
+        yield from (f"{name} is not quantised: {reason}" for name, reason in self.odd.items())
+        formats = {module.format for module in self.modules}
+        sizes = sorted(each.group or 0 for each in formats if isinstance(each, IntGroups) and each.zeros)
+        if len(sizes) == 1:
+            yield "transformers reads zero points only with CompressedTensorsConfig(dequantize=True)"
+        elif sizes:
+            found = " and ".join(map(str, sizes))
+            yield f"transformers reads no zero points of groups of several sizes, here {found}; --symmetric has none"
+
 
 def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symmetric: bool) -> Selection:
     """Return which linear layers of a decoder are quantised: all within the layers but routers.

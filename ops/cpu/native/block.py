@@ -14,6 +14,7 @@ import torch
 from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.experts import NativeExperts
+from headrace.ops.cpu.native.layer import NativeLayer
 from headrace.ops.cpu.native.library import Context, HeadsStruct, StepStruct
 from headrace.ops.cpu.native.linear import NativeDenseKernel, NativeKernel, NativeLinear, as_floats
 from headrace.ops.cpu.norms import layer_norm
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from headrace.ops.cpu.linear import CpuLinear
     from headrace.ops.experts import Experts
     from headrace.ops.formats import Stored
+    from headrace.ops.layer_weights import AttentionWeights, FeedWeights
     from headrace.ops.paged import PagedBatch
     from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
 
@@ -152,6 +154,12 @@ class NativeOps(CpuOps):
     def layer_norm(self, x_NE: Tensor, norm: LayerNorm) -> Tensor:
         """Return the layer norm of each token, float32."""
         return layer_norm(as_floats(x_NE), norm, self._epsilon)
+
+    def whole_layer(
+        self, attention: AttentionWeights[CpuLinear], feed: FeedWeights[CpuLinear], layer: int
+    ) -> NativeLayer:
+        """Return the layer with the number `layer` as one operation."""
+        return NativeLayer(self._context, self._heads, attention, feed, layer, self._float)
 
     def pack_experts(self, experts: Experts) -> NativeExperts:
         """Pack a layer's router and experts."""

@@ -20,7 +20,17 @@ from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_
 from functools import cache
 from pathlib import Path
 
-__all__ = ["LEVELS", "Context", "HeadsStruct", "LinearStruct", "MatrixStruct", "StepStruct", "build", "library"]
+__all__ = [
+    "LEVELS",
+    "Context",
+    "HeadsStruct",
+    "LayerStruct",
+    "LinearStruct",
+    "MatrixStruct",
+    "StepStruct",
+    "build",
+    "library",
+]
 
 LEVELS = ("none", "AVX2", "AVX-VNNI", "AVX512-VNNI", "AVX512-BF16")
 """Instruction sets that the kernels are compiled for, by their number in the C interface, slowest first."""
@@ -76,6 +86,17 @@ class HeadsStruct(Structure):
     ]
 
 
+class LayerStruct(Structure):
+    """`Layer` of layer.c."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("norm", "q_norm", "k_norm")),
+        *((name, POINTER(LinearStruct)) for name in ("qkv", "o")),
+        ("feed_norm", c_void_p),
+        *((name, POINTER(LinearStruct)) for name in ("gate_up", "down")),
+    ]
+
+
 _MATRIX, _LINEAR, _STEP, _HEADS = map(POINTER, (MatrixStruct, LinearStruct, StepStruct, HeadsStruct))
 _SIGNATURES = {
     "best_level": (c_int, []),
@@ -96,6 +117,7 @@ _SIGNATURES = {
     "grouped": (c_int, [c_void_p, c_void_p, c_int, *[c_void_p] * 4]),
     "weighted_sums": (None, [*[c_void_p] * 4, c_int, c_int, c_int, c_void_p]),
     "attend": (c_int, [c_void_p, _HEADS, _STEP, c_int, *[c_void_p] * 4, _LINEAR, *[c_void_p] * 4, c_int]),
+    "layer": (c_int, [c_void_p, _HEADS, _STEP, POINTER(LayerStruct), c_int, c_void_p, c_void_p, c_int]),
     "attend_with": (c_int, [c_void_p, _HEADS, _STEP, c_int, *[c_void_p] * 5]),
 }
 

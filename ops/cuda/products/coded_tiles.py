@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.ops.cuda.codes.numbers import line_scales, load_codes, memory_of, numbers_of
+from headrace.ops.cuda.products.split_sums import store_sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,21 +112,7 @@ def _coded_tiles_kernel(
         total = gate * tl.sigmoid(gate) * up
     feature = tile * OUT + tl.arange(0, OUT)
     target = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
-    mask = (feature < size_out)[:, None] & real
-    if SPLITS == 1:
-        tl.store(target, total.to(out.dtype.element_ty), mask=mask)
-    else:
-        place = tl.arange(0, OUT)[:, None] * ROWS + row[None, :]
-        plane = planes + tile * (SPLITS * OUT * ROWS) + place
-        tl.store(plane + split * (OUT * ROWS), total)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLITS - 1:
-            total = tl.zeros([OUT, ROWS], tl.float32)
-            for other in tl.static_range(SPLITS):
-                total += tl.load(plane + other * (OUT * ROWS), cache_modifier=".cg")
-            tl.store(target, total.to(out.dtype.element_ty), mask=mask)
-            tl.store(counters + tile, 0)
+    store_sums(total, target, (feature < size_out)[:, None] & real, planes, counters, tile, split, OUT, ROWS, SPLITS)
 
 
 def coded_tiles_linear(

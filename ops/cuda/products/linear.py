@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.ops.cuda.products.split_sums import store_sums
 from headrace.ops.cuda.tuning.chips import DEFAULT
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class LinearScratch:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _linear_kernel(  # noqa: PLR0915 - one kernel is one launch
+def _linear_kernel(
     x,
     weight,
     out,
@@ -114,23 +115,9 @@ def _linear_kernel(  # noqa: PLR0915 - one kernel is one launch
             up = tl.load(upper + at[None, :], mask=inside[None, :], other=0.0)
             total_up = tl.dot(up, part, total_up)
     target = out + row.to(tl.int64)[None, :] * out_stride + feature[:, None]
-    mask = known[:, None] & (row < rows)[None, :]
-    if SPLITS == 1:
-        if GATED:
-            total = total * tl.sigmoid(total) * total_up
-        tl.store(target, total.to(out.dtype.element_ty), mask=mask)
-    else:
-        own = tl.arange(0, BLOCK_OUT)[:, None] * ROWS + row[None, :]
-        plane = planes + tile * (SPLITS * BLOCK_OUT * ROWS) + own
-        tl.store(plane + split * (BLOCK_OUT * ROWS), total)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLITS - 1:
-            total = tl.zeros([BLOCK_OUT, ROWS], tl.float32)
-            for other in tl.static_range(SPLITS):
-                total += tl.load(plane + other * (BLOCK_OUT * ROWS), cache_modifier=".cg")
-            tl.store(target, total.to(out.dtype.element_ty), mask=mask)
-            tl.store(counters + tile, 0)
+    if GATED:
+        total = total * tl.sigmoid(total) * total_up
+    store_sums(total, target, known[:, None] & real, planes, counters, tile, split, BLOCK_OUT, ROWS, SPLITS)
 
 
 def linear(

@@ -149,13 +149,13 @@ def test_host_memory_that_holds_no_page_or_is_not_there_is_refused(folder: Path,
 def test_the_threads_of_a_step_are_its_own_and_nobody_elses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch keeps one count for threads to come and one for each thread, which a thread takes at its first look."""
     seen: dict[str, int] = {}
-    attend = ENGINE_OPS.attend
+    embed = ENGINE_OPS.embed
 
-    def watched(ops: CpuOps, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def watched(ops: CpuOps, *args: Any) -> torch.Tensor:
         seen["step"] = torch.get_num_threads()
-        return attend(ops, *args)
+        return embed(ops, *args)
 
-    monkeypatch.setattr(ENGINE_OPS, "attend", watched)
+    monkeypatch.setattr(ENGINE_OPS, "embed", watched)
     before = torch.get_num_threads()
     opened = open_engine(EngineConfig(model=folder, cpu_threads=before + 1, **OPTIONS))
     try:
@@ -178,7 +178,7 @@ def test_a_step_that_raises_is_told_to_its_waiter_and_the_next_one_runs(
     plan = scheduler.plan()
     assert plan is not None
     with monkeypatch.context() as patch:
-        patch.setattr(ENGINE_OPS, "attend", raising(ValueError("no such page")))
+        patch.setattr(ENGINE_OPS, "embed", raising(ValueError("no such page")))
         step = opened.runner.launch(plan)
         for _ in range(2):  # whoever asks again hears it again
             with pytest.raises(ValueError, match="no such page"):
@@ -199,10 +199,10 @@ def test_a_failed_step_ends_its_own_requests_alone_and_none_if_it_found_no_memor
     folder: Path, error: Exception, failing: int, launch_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first prefill fails; the requests that waited for a row are served, and get what they always get."""
-    real = ENGINE_OPS.attend
+    real = ENGINE_OPS.embed
     calls = 0
 
-    def attend(self: CpuOps, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def embed(self: CpuOps, *args: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == 1:
@@ -231,7 +231,7 @@ def test_a_failed_step_ends_its_own_requests_alone_and_none_if_it_found_no_memor
         return [found[index] for index in range(len(PROMPTS))]
 
     expected = anyio.run(run, False)
-    monkeypatch.setattr(ENGINE_OPS, "attend", attend)
+    monkeypatch.setattr(ENGINE_OPS, "embed", embed)
     found = anyio.run(run, True)
     for index, tokens in enumerate(found):
         if index < failing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,7 +108,12 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], object], str, str]] = {
     ),
     "a stack of another width": ("GraniteMoe", lambda t: t.update({STACK: t[STACK][..., 1:]}), "", r"\[48, 64\]"),
     "a stack that is a matrix": ("GraniteMoe", lambda t: t.update({STACK: t[STACK][0]}), STACK, "2 \\* width"),
-    "a stack of bytes": ("GraniteMoe", lambda t: t.update({STACK: t[STACK].to(torch.uint8)}), "", "dtype of .*U8"),
+    "a stack of codes": (
+        "GraniteMoe",
+        lambda t: t.update({STACK: t[STACK].to(torch.float8_e4m3fn)}),
+        STACK,
+        "is float8_e4m3fn; wanted: plain floats; of quantised experts each has tensors of its own",
+    ),
     "no shared expert": (
         "Qwen2Moe",
         lambda t: t.pop("model.layers.0.mlp.shared_expert_gate.weight"),
@@ -211,6 +217,72 @@ def test_quantised_experts_are_read_as_any_matrix(name: str, tmp_path: Path) -> 
                 stored = feed.matrices[gate_up_of(expert)]
                 assert (stored.format.name != "float32") == keep_packed
                 assert torch.equal(stored.dense(torch.float32), wanted)
+
+
+def ignore(tensors: Tensors, plain: Tensors, config: dict[str, Any], *names: str) -> None:
+    """Put plain numbers in the place of some modules' codes, and have the config say so."""
+    for module in (f"{EXPERTS}.{name}" for name in names):
+        for name in [name for name in tensors if name.startswith(f"{module}.")]:
+            del tensors[name]
+        tensors[f"{module}.weight"] = plain[f"{module}.weight"]
+        config["ignore"].append(module)
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+HALF: dict[str, tuple[str, Callable[[Tensors, Tensors, dict[str, Any]], object], str, str]] = {
+    "codes that the config leaves out": (
+        "compressed int4 groups",
+        lambda t, plain, config: config["ignore"].append(f"{EXPERTS}.3.up_proj"),
+        f"{EXPERTS}.3.up_proj.weight_packed",
+        "leaves this module as it is",
+    ),
+    "half a product": (
+        "compressed int4 groups",
+        lambda t, plain, config: ignore(t, plain, config, "3.up_proj"),
+        f"{EXPERTS}.3.up_proj.weight",
+        "in plain numbers; wanted: as .*3.gate_proj.weight, which is int4-g64",
+    ),
+    "an expert's codes missing": (
+        "awq",
+        lambda t, plain, config: [t.pop(name) for name in list(t) if name.startswith(f"{EXPERTS}.7.")],
+        f"{EXPERTS}.7.gate_proj.weight",
+        "3 missing; the config has 8 experts",
+    ),
+    "a stack beside codes": (
+        "gptq v2 in an order",
+        lambda t, plain, config: t.update({f"{EXPERTS}.gate_up_proj": torch.ones(8, 128, 128)}),
+        f"{EXPERTS}.0.gate_proj.qweight",
+        "either each expert's own tensors or .*gate_up_proj, not both",
+    ),
+    "a router in codes": (
+        "compressed int8 with zeros",
+        lambda t, plain, config: t.update({"model.layers.1.mlp.gate.weight": torch.ones(8, 128, dtype=torch.int8)}),
+        "model.layers.1.mlp.gate.weight",
+        "is int8; wanted: floats",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HALF)
+def test_experts_that_are_quantised_by_half_are_refused(case: str, tmp_path: Path) -> None:
+    name, change, field, told = HALF[case]
+    plain, config = quantised_folder(tmp_path, name), json.loads((tmp_path / "config.json").read_text())
+    change_tensors(tmp_path, lambda tensors: change(tensors, plain, config["quantization_config"]))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    error = refused(tmp_path)
+    assert error.field == field and re.search(told, str(error))
+
+
+def test_experts_may_be_plain_beside_others_in_codes(tmp_path: Path) -> None:
+    plain, config = quantised_folder(tmp_path, "compressed int4 groups"), read_hf_config(tmp_path)
+    names = [f"3.{kind}_proj" for kind in ("gate", "up", "down")]
+    change_tensors(tmp_path, lambda tensors: ignore(tensors, plain, config["quantization_config"], *names))
+    change_config(tmp_path, quantization_config=config["quantization_config"])
+    spec = from_hf(read_hf_config(tmp_path))
+    weights = load_weights(tmp_path, spec, dtype=torch.float32, device="cpu", keep_packed=True)
+    matrices = weights.layers[1].feed.matrices
+    assert [matrices[f"down_{expert}"].format.name for expert in (2, 3)] == ["int4-g64", "float32"]
+    assert torch.equal(matrices["down_3"].dense(torch.float32), plain[f"{EXPERTS}.3.down_proj.weight"])
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])

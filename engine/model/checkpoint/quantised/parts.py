@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.ops.formats import Format, Stored
 
 __all__ = [
+    "CODES",
     "FLOATS",
     "Rows",
     "Turn",
@@ -28,6 +29,8 @@ __all__ = [
     "turned",
 ]
 
+CODES: Final = ("weight", "weight_packed", "qweight", "weight_blocks")
+"""Names of a module's tensors that may be codes."""
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _PLAIN = (*FLOATS, torch.float64)
 _CHECKED_ELEMENTS = 1 << 18

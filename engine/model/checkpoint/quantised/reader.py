@@ -18,7 +18,7 @@ from headrace.engine.model.checkpoint.quantised import (
     gptq,
     modelopt,
 )
-from headrace.engine.model.checkpoint.quantised.parts import is_plain, present
+from headrace.engine.model.checkpoint.quantised.parts import CODES, is_plain, present
 from headrace.engine.model.checkpoint.quantised.rules import Rules
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.families.registry import read_hf_config
@@ -39,8 +39,6 @@ METHODS: Final[Mapping[str, Callable[[Fields, frozenset[str]], Rules]]] = {
 """What reads a quantization_config, by its `quant_method`."""
 _SPELLINGS: Final = {"intel/auto-round": "auto-round", "modelopt_fp4": "modelopt"}
 _WEIGHT: Final = ".weight"
-_CODES: Final = ("weight", "weight_packed", "qweight", "weight_blocks")
-"""Names of a module's tensors that may be codes."""
 
 
 class QuantisedTensors:
@@ -75,7 +73,7 @@ def _check_plain(files: SafetensorsFolder, module: str, *, is_quantised: bool) -
     reason = (
         "the quantization_config leaves this module as it is" if is_quantised else "there is no quantization_config"
     )
-    for tensor in present(files, module, _CODES):
+    for tensor in present(files, module, CODES):
         if not is_plain(files, tensor):
             dtype = str(files.dtype(tensor)).removeprefix("torch.")
             refuse_tensor(files, tensor, dtype, f"floats that are weights as they are, since {reason}")

@@ -16,6 +16,7 @@ from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
 from headrace.engine.model.network.placement import Entry, add_result
 from headrace.engine.model.spec import DenseFeed, LayerSpec
+from headrace.ops.layer_weights import FeedWeights
 from headrace.ops.stream import Stream
 
 __all__ = ["GatedFeed"]
@@ -35,6 +36,14 @@ class GatedFeed(Generic[Packed, Step, Kv]):
         assert isinstance(spec.feed, DenseFeed)
         self._activation = spec.feed.activation
         self._device, self._layer = ops, layer
+
+    @property
+    def weights(self) -> FeedWeights[Packed] | None:
+        """The weights, where the one norm is an RMS norm before the feed, and the activation is SiLU."""
+        norm_E = self.entry_norm_E
+        if norm_E is None or self._result_norm_E is not None or self._activation != "silu":
+            return None
+        return FeedWeights(norm_E, self._gate_up, self._down)
 
     def __call__(self, ops: BlockOps[Packed, Step, Kv], stream: Stream, next_norm_E: Tensor | None) -> Stream:
         """Return the stream with the feed's result added."""

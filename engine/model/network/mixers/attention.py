@@ -22,6 +22,7 @@ from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Pa
 from headrace.engine.model.network.placement import Entry, add_result
 from headrace.engine.model.spec import Attention, LayerSpec
 from headrace.engine.model.value_normed import ValueNormedAttention
+from headrace.ops.layer_weights import AttentionWeights
 from headrace.ops.stream import HeadNorms, Stream
 
 __all__ = ["SoftmaxAttention"]
@@ -50,6 +51,14 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
         self._device, self._layer = ops, layer
         if "sinks_H" in vectors:
             ops.keep_sinks(layer, vectors["sinks_H"])
+
+    @property
+    def weights(self) -> AttentionWeights[Packed] | None:
+        """The weights, where the one norm beside those of single heads is an RMS norm before the mixer."""
+        norm_E = self.entry_norm_E
+        if norm_E is None or self._result_norm_E is not None or self._has_steps_between:
+            return None
+        return AttentionWeights(norm_E, self._qkv, self._head_norms, self._o)
 
     def __call__(
         self, ops: BlockOps[Packed, Step, Kv], stream: Stream, next_norm_E: Tensor | None, step: Step, kv: Kv

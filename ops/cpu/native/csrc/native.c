@@ -144,7 +144,7 @@ EXPORT int headrace_best_level(void) {
     return level;
 }
 
-enum { CODES, SCALES, SUMS, HALVES, FLOATS, NORMED, WIDE_ROWS, BUFFERS };
+enum { CODES, SCALES, SUMS, HALVES, FLOATS, NORMED, WIDE_ROWS, RESULTS, BUFFERS };
 
 // Threads, kernels, and memory that operations use over again. One operation runs at a time.
 typedef struct {
@@ -477,3 +477,4 @@ EXPORT int headrace_feed(Context *c, const float *x, const float *added, float *
 }
 
 #include "experts.c"
+#include "layer.c"
