@@ -242,5 +242,5 @@ def test_a_whole_layer_is_its_parts_bit_for_bit(
     y_NF, total = ops.feed(ops.add(o_NX, o, total, feed_norm, 1, "o"), feed_norm, gate_up, 1)
     apart = ops.add(y_NF, down, total, None, 1, "down")
     assert found.total_NE is None and torch.equal(found.x_NE, apart.x_NE)
-    assert torch.equal(kv.pages_LPsKTD, kv_apart.pages_LPsKTD) and kv.pages_LPsKTD[1].any()
+    assert torch.equal(kv.pools[0], kv_apart.pools[0]) and kv.pools[0][1].any()
     ops.close()
