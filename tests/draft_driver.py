@@ -1,0 +1,202 @@
+"""Drives a target and a draft head without an engine: any cut of sequences into steps, with shared pages; no tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from draft_heads import TargetStates
+from model_driver import capacity, request
+from torch import Tensor
+
+from headrace.engine.model.checkpoint.weights import load_weights
+from headrace.engine.model.cpu.rows import CpuRows
+from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.drafting.loading import MedusaWeights, load_head
+from headrace.engine.model.drafting.medusa import MedusaHeads
+from headrace.engine.model.drafting.reading import open_head, open_mtp
+from headrace.engine.model.drafting.recurrent import RecurrentHead
+from headrace.engine.model.drafting.spec import MedusaSpec
+from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.spec import MixerSpec
+from headrace.engine.scheduling.asked import Sampling
+from headrace.engine.scheduling.plan import NewRow, PageEntry, StepPlan, Work
+from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.native.library import Context
+from headrace.ops.paged import PagedBatch
+
+__all__ = ["Drafting", "Row", "states_of"]
+
+PAGE = 4
+
+
+@dataclass
+class Row:
+    """A sequence whose last token has just been chosen: all but that one are computed by the target."""
+
+    ids: list[int]
+    shares: tuple[int, int] = (0, 0)
+    """Row whose pages hold the first tokens, and how many tokens that is: whole pages."""
+
+    @property
+    def computed(self) -> int:
+        return len(self.ids) - 1
+
+
+class Drafting:
+    """A target and its head on the CPU, each with pages of its own under one block table."""
+
+    def __init__(
+        self,
+        target_folder: Path,
+        head_folder: Path | None,
+        dtype: torch.dtype = torch.float32,
+        *,
+        native: bool = False,
+    ) -> None:
+        """Open a head; None for the module that comes with the target."""
+        self.spec = from_hf(read_hf_config(target_folder))
+        self._capacity = capacity(self.spec.vocab_size)
+        context = Context(1) if native else None
+        sizes: dict[str, Any] = {"page_size": PAGE, "max_positions": 128, "dtype": dtype, "context": context}
+        self._ops = cpu_ops(self.spec, **sizes)
+        weights = load_weights(target_folder, self.spec, dtype=dtype, device="cpu")
+        self._target = Decoder(self.spec, weights, self._ops)
+        opened = open_mtp(target_folder, self.spec) if head_folder is None else open_head(head_folder, self.spec)
+        with opened as found:
+            self.head_spec = found.spec
+            loaded = load_head(found, self.spec, dtype=dtype, device=torch.device("cpu"))
+        pages = self._capacity.num_pages
+        self._kv = next(iter(self._ops.values())).allocate_kv(self.spec.num_layers, pages)
+        self._head: RecurrentHead[Any, Any, Any] | None = None
+        if isinstance(self.head_spec, MedusaSpec):
+            assert isinstance(loaded, MedusaWeights)
+            self._medusa = MedusaHeads(self.head_spec, loaded, next(iter(self._ops.values())))
+            return
+        assert not isinstance(loaded, MedusaWeights)
+        self._head_ops: Mapping[MixerSpec, CpuOps] = cpu_ops(self.head_spec.block, **sizes)
+        self._head = RecurrentHead(self.head_spec, loaded, self._head_ops, self._target)
+        self._head_kv = next(iter(self._head_ops.values())).allocate_kv(1, pages)
+        for layer in self._head_kv.slots:
+            layer.fill_(17.0)  # what was there before may not matter
+
+    def drafts(self, rows: Sequence[Row], chunk: int, prompt: int | None, count: int) -> list[list[int]]:
+        """Drafts behind each row, computed side by side in steps of `chunk` tokens, one by one behind `prompt`."""
+        table = CpuRows(self._capacity)
+        self._fill(table, rows)
+        at = [row.shares[1] for row in rows]
+        found: list[list[int]] = [[] for _ in rows]
+        with torch.inference_mode():
+            for number, row in enumerate(rows):  # those that share pages find them computed
+                if row.shares[1]:
+                    continue
+                self._compute(table, rows, [number], at, found, (chunk, prompt), count)
+            others = [number for number, row in enumerate(rows) if row.shares[1]]
+            self._compute(table, rows, others, at, found, (chunk, prompt), count)
+        return found
+
+    def side_by_side(self, rows: Sequence[Row], chunk: int, prompt: int | None, count: int) -> list[list[int]]:
+        """Drafts behind each row, all rows in the same steps."""
+        table = CpuRows(self._capacity)
+        self._fill(table, rows)
+        at, found = [0] * len(rows), [list[int]() for _ in rows]
+        with torch.inference_mode():
+            self._compute(table, rows, range(len(rows)), at, found, (chunk, prompt), count)
+        return found
+
+    def _fill(self, table: CpuRows, rows: Sequence[Row]) -> None:
+        plan = StepPlan(0)
+        free = iter(torch.randperm(self._capacity.num_pages, generator=torch.Generator().manual_seed(1)).tolist())
+        pages: list[list[int]] = []
+        for number, row in enumerate(rows):
+            shared = row.shares[1] // PAGE
+            pages.append((pages[row.shares[0]][:shared] if shared else []) + [])
+            pages[-1].extend(next(free) for _ in range(-(-(len(row.ids) + 8) // PAGE) - shared))
+            plan.new_rows.append(NewRow(number, 0, row.ids, Sampling(), -1))
+            plan.entries.extend(PageEntry(number, place, page) for place, page in enumerate(pages[-1]))
+        table.update(plan)
+
+    def _compute(
+        self,
+        table: CpuRows,
+        rows: Sequence[Row],
+        chosen: Sequence[int],
+        at: list[int],
+        found: list[list[int]],
+        cut: tuple[int, int | None],
+        count: int,
+    ) -> None:
+        chunk, prompt = cut
+        while any(at[row] < rows[row].computed for row in chosen):
+            works = []
+            for row in chosen:
+                end = rows[row].computed if prompt is None else min(prompt, rows[row].computed)
+                tokens = min(chunk, end - at[row]) if at[row] < end else 1
+                if at[row] < rows[row].computed:
+                    works.append(self._work(rows, row, at[row], tokens))
+                    at[row] += tokens
+            self._step(table, rows, works, found, count)
+
+    def _work(self, rows: Sequence[Row], row: int, start: int, count: int) -> Work:
+        return Work(request(rows[row].ids, 8), row, start, count, True)
+
+    def _step(
+        self, table: CpuRows, rows: Sequence[Row], works: list[Work], found: list[list[int]], count: int
+    ) -> None:
+        batch = table.batch(works)
+        steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
+        hidden = self._target.hidden_states(batch.tokens_N, steps, self._kv, self.head_spec.taps)
+        following = torch.empty_like(batch.tokens_N)
+        ended: list[tuple[int, int]] = []
+        for index, last in zip(batch.samplers, batch.last_S.tolist(), strict=True):
+            work = works[index]
+            end = work.start + work.num_tokens
+            following[last + 1 - work.num_tokens : last + 1] = torch.tensor(rows[work.row].ids[work.start + 1 : end + 1])
+            if end == rows[work.row].computed:
+                ended.append((work.row, last))
+        ended.sort(key=lambda pair: rows[pair[0]].computed)  # as a batch has the rows of decodes
+        last_R = torch.tensor([last for _, last in ended], dtype=torch.int64)
+        if self._head is None:
+            drafts_RK = self._medusa.drafts(hidden.final_NE[last_R], count)
+        else:
+
+            def places(further: int) -> Mapping[MixerSpec, Any]:
+                paged = batch.paged if further == 0 else self._further(table, rows, ended, further)
+                return {mixer: ops.prepare(paged) for mixer, ops in self._head_ops.items()}
+
+            wanted = count if ended else 0
+            drafts_RK = self._head.drafts(following, hidden, last_R, wanted, places, self._head_kv)
+        for (row, _), drafts in zip(ended, drafts_RK.tolist(), strict=True):
+            found[row] = drafts
+
+    def _further(
+        self, table: CpuRows, rows: Sequence[Row], ended: Sequence[tuple[int, int]], further: int
+    ) -> PagedBatch:
+        works = [self._work(rows, row, rows[row].computed - 1 + further, 1) for row, _ in ended]
+        return table.batch(works).paged
+
+
+def states_of(model: Any, ids: Sequence[int], layers: int | None = None) -> TargetStates:
+    """Hidden states of all positions but the last by a model of transformers; of its first `layers` alone, if given."""
+    with torch.inference_mode():
+        kept = model.model.layers
+        if layers is not None:
+            model.model.layers = kept[:layers]
+        try:
+            found: list[Tensor] = []
+            hooks = [
+                layer.register_forward_pre_hook(lambda _, args: found.append(args[0][0].clone()))
+                for layer in model.model.layers
+            ]
+            hooks.append(model.model.norm.register_forward_pre_hook(lambda _, args: found.append(args[0][0].clone())))
+            final = model.model(torch.tensor([ids[:-1]])).last_hidden_state[0]
+            for hook in hooks:
+                hook.remove()
+        finally:
+            model.model.layers = kept
+    embedding, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+    return TargetStates(final, found, embedding, head)
