@@ -21,7 +21,7 @@ from headrace.engine.model.drafting.reading import open_head, open_mtp
 from headrace.engine.model.drafting.recurrent import RecurrentHead
 from headrace.engine.model.drafting.spec import MedusaSpec
 from headrace.engine.model.families.registry import from_hf, read_hf_config
-from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.plan import NewRow, PageEntry, StepPlan, Work
@@ -29,7 +29,7 @@ from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.library import Context
 from headrace.ops.paged import PagedBatch
 
-__all__ = ["Drafting", "Row", "states_of"]
+__all__ = ["PAGE", "Drafting", "Row", "Target", "states_of"]
 
 PAGE = 4
 
@@ -47,7 +47,33 @@ class Row:
         return len(self.ids) - 1
 
 
-class Drafting:
+class Target:
+    """A target on the CPU with its pages."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, *, native: bool = False) -> None:
+        self.spec = from_hf(read_hf_config(folder))
+        self._capacity = capacity(self.spec.vocab_size)
+        context = Context(1) if native else None
+        self._sizes: dict[str, Any] = {"page_size": PAGE, "max_positions": 128, "dtype": dtype, "context": context}
+        self._ops = cpu_ops(self.spec, **self._sizes)
+        weights = load_weights(folder, self.spec, dtype=dtype, device="cpu")
+        self._target = Decoder(self.spec, weights, self._ops)
+        self._kv = next(iter(self._ops.values())).allocate_kv(self.spec.num_layers, self._capacity.num_pages)
+
+    def hidden(self, ids: list[int], inputs: Sequence[int]) -> tuple[HiddenStates, Tensor]:
+        """Hidden states of a sequence in one piece, and the final ones from a pass that keeps nothing else."""
+        table, plan = CpuRows(self._capacity), StepPlan(0)
+        plan.new_rows.append(NewRow(0, 0, ids, Sampling(), -1))
+        plan.entries.extend(PageEntry(0, place, place) for place in range(-(-len(ids) // PAGE)))
+        table.update(plan)
+        batch = table.batch([Work(request(ids, 1), 0, 0, len(ids), True)])
+        with torch.inference_mode():
+            steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
+            found = self._target.hidden_states(batch.tokens_N, steps, self._kv, inputs)
+            return found, self._target.hidden(batch.tokens_N, steps, self._kv)
+
+
+class Drafting(Target):
     """A target and its head on the CPU, each with pages of its own under one block table."""
 
     def __init__(
@@ -59,26 +85,19 @@ class Drafting:
         native: bool = False,
     ) -> None:
         """Open a head; None for the module that comes with the target."""
-        self.spec = from_hf(read_hf_config(target_folder))
-        self._capacity = capacity(self.spec.vocab_size)
-        context = Context(1) if native else None
-        sizes: dict[str, Any] = {"page_size": PAGE, "max_positions": 128, "dtype": dtype, "context": context}
-        self._ops = cpu_ops(self.spec, **sizes)
-        weights = load_weights(target_folder, self.spec, dtype=dtype, device="cpu")
-        self._target = Decoder(self.spec, weights, self._ops)
+        super().__init__(target_folder, dtype, native=native)
         opened = open_mtp(target_folder, self.spec) if head_folder is None else open_head(head_folder, self.spec)
         with opened as found:
             self.head_spec = found.spec
             loaded = load_head(found, self.spec, dtype=dtype, device=torch.device("cpu"))
         pages = self._capacity.num_pages
-        self._kv = next(iter(self._ops.values())).allocate_kv(self.spec.num_layers, pages)
         self._head: RecurrentHead[Any, Any, Any] | None = None
         if isinstance(self.head_spec, MedusaSpec):
             assert isinstance(loaded, MedusaWeights)
             self._medusa = MedusaHeads(self.head_spec, loaded, next(iter(self._ops.values())))
             return
         assert not isinstance(loaded, MedusaWeights)
-        self._head_ops: Mapping[MixerSpec, CpuOps] = cpu_ops(self.head_spec.block, **sizes)
+        self._head_ops: Mapping[MixerSpec, CpuOps] = cpu_ops(self.head_spec.block, **self._sizes)
         self._head = RecurrentHead(self.head_spec, loaded, self._head_ops, self._target)
         self._head_kv = next(iter(self._head_ops.values())).allocate_kv(1, pages)
         for layer in self._head_kv.slots:
@@ -144,9 +163,7 @@ class Drafting:
     def _work(self, rows: Sequence[Row], row: int, start: int, count: int) -> Work:
         return Work(request(rows[row].ids, 8), row, start, count, True)
 
-    def _step(
-        self, table: CpuRows, rows: Sequence[Row], works: list[Work], found: list[list[int]], count: int
-    ) -> None:
+    def _step(self, table: CpuRows, rows: Sequence[Row], works: list[Work], found: list[list[int]], count: int) -> None:
         batch = table.batch(works)
         steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
         hidden = self._target.hidden_states(batch.tokens_N, steps, self._kv, self.head_spec.taps)
@@ -155,7 +172,9 @@ class Drafting:
         for index, last in zip(batch.samplers, batch.last_S.tolist(), strict=True):
             work = works[index]
             end = work.start + work.num_tokens
-            following[last + 1 - work.num_tokens : last + 1] = torch.tensor(rows[work.row].ids[work.start + 1 : end + 1])
+            following[last + 1 - work.num_tokens : last + 1] = torch.tensor(
+                rows[work.row].ids[work.start + 1 : end + 1]
+            )
             if end == rows[work.row].computed:
                 ended.append((work.row, last))
         ended.sort(key=lambda pair: rows[pair[0]].computed)  # as a batch has the rows of decodes

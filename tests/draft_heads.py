@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["HEADS", "EagleHead", "Eagle3Head", "Head", "MedusaHead", "MtpHead", "TargetStates"]
+__all__ = ["HEADS", "VOCABULARY", "Eagle3Head", "EagleHead", "Head", "MedusaHead", "MtpHead", "TargetStates"]
 
 SIZE, VOCABULARY, EPSILON, THETA = 32, 96, 1e-5, 10000.0
 HEAD_COUNT, KEY_HEADS, HEAD_SIZE, WIDTH = 4, 2, 8, 48
