@@ -15,11 +15,11 @@ from torch import Tensor
 from headrace.engine.model.checkpoint.weights import load_weights
 from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.cpu.runner import cpu_ops
-from headrace.engine.model.drafting.loading import MedusaWeights, load_head
-from headrace.engine.model.drafting.medusa import MedusaHeads
-from headrace.engine.model.drafting.reading import open_head, open_mtp
-from headrace.engine.model.drafting.recurrent import RecurrentHead
-from headrace.engine.model.drafting.spec import MedusaSpec
+from headrace.engine.model.drafting.heads.loading import MedusaWeights, load_head
+from headrace.engine.model.drafting.heads.medusa import MedusaHeads
+from headrace.engine.model.drafting.heads.reading import open_head, open_mtp
+from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
+from headrace.engine.model.drafting.heads.spec import MedusaSpec
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.model.spec import MixerSpec

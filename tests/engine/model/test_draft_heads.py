@@ -15,8 +15,8 @@ from draft_heads import HEADS, VOCABULARY, EagleHead, Head
 from model_driver import OPERATIONS
 
 from headrace.engine import ModelRejected
-from headrace.engine.model.drafting.reading import open_head
-from headrace.engine.model.drafting.spec import MOST_DRAFTS, RecurrentSpec
+from headrace.engine.model.drafting.heads.reading import open_head
+from headrace.engine.model.drafting.heads.spec import MOST_DRAFTS, RecurrentSpec
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 
 CUTS = {"in one piece": (64, None), "in chunks": (5, None), "decode after a prompt": (7, 9), "one by one": (1, None)}

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.engine import ModelRejected
-from headrace.engine.model.drafting.reading import open_mtp
-from headrace.engine.model.drafting.spec import RecurrentSpec
+from headrace.engine.model.drafting.heads.reading import open_mtp
+from headrace.engine.model.drafting.heads.spec import RecurrentSpec
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 
 LAYERS = 3

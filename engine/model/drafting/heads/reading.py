@@ -19,12 +19,12 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.plan import Holding
 from headrace.engine.model.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
-from headrace.engine.model.drafting.eagle import read_eagle, read_eagle3
-from headrace.engine.model.drafting.medusa_names import is_medusa, read_medusa
-from headrace.engine.model.drafting.mtp import read_mtp
-from headrace.engine.model.drafting.spec import HeadSpec, RecurrentSpec
-from headrace.engine.model.drafting.speculators import is_speculators, read_speculators
-from headrace.engine.model.drafting.vocabulary import check_tokenizers, read_map
+from headrace.engine.model.drafting.heads.eagle import read_eagle, read_eagle3
+from headrace.engine.model.drafting.heads.medusa_names import is_medusa, read_medusa
+from headrace.engine.model.drafting.heads.mtp import read_mtp
+from headrace.engine.model.drafting.heads.spec import HeadSpec, RecurrentSpec
+from headrace.engine.model.drafting.heads.speculators import is_speculators, read_speculators
+from headrace.engine.model.drafting.heads.vocabulary import check_tokenizers, read_map
 from headrace.engine.model.families.registry import read_hf_config
 from headrace.engine.model.spec import DecoderSpec
 

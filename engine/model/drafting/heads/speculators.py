@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from headrace.adapters.untrusted import Fields
-from headrace.engine.model.drafting.eagle import read_eagle3
-from headrace.engine.model.drafting.spec import RecurrentSpec
+from headrace.engine.model.drafting.heads.eagle import read_eagle3
+from headrace.engine.model.drafting.heads.spec import RecurrentSpec
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["is_speculators", "read_speculators"]

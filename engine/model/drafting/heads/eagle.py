@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Final, Literal
 
 from headrace.adapters.untrusted import Fields
-from headrace.engine.model.drafting.spec import RecurrentSpec
+from headrace.engine.model.drafting.heads.spec import RecurrentSpec
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.roles import Names
 from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
@@ -22,7 +22,7 @@ from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
 __all__ = ["MAPS", "read_eagle", "read_eagle3"]
 
 MAPS: Final = ("d2t", "t2d")
-"""Names of the maps between the vocabularies of head and target, which are read apart: drafting/vocabulary.py."""
+"""Names of the maps between the vocabularies of head and target, which are read apart: drafting/heads/vocabulary.py."""
 _TAPS: Final = "eagle_aux_hidden_state_layer_ids"
 _READ: Final = frozenset(("attention_bias", "mlp_bias"))
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from headrace.adapters.untrusted import refuse
-from headrace.engine.model.drafting.spec import RecurrentSpec
+from headrace.engine.model.drafting.heads.spec import RecurrentSpec
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["has_mtp", "read_mtp"]

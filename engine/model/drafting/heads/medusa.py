@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headrace.engine.model.drafting.loading import MedusaWeights
-from headrace.engine.model.drafting.spec import MedusaSpec
+from headrace.engine.model.drafting.heads.loading import MedusaWeights
+from headrace.engine.model.drafting.heads.spec import MedusaSpec
 from headrace.engine.model.network.operations import DeviceOps, Kv, Packed, Step
 
 __all__ = ["MedusaHeads"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace.adapters.untrusted import read_object, refuse
 from headrace.engine.model.checkpoint.found import refuse_tensor
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
-from headrace.engine.model.drafting.spec import RecurrentSpec
+from headrace.engine.model.drafting.heads.spec import RecurrentSpec
 
 __all__ = ["check_tokenizers", "read_map"]
 

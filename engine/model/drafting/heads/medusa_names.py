@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from headrace.adapters.untrusted import refuse
-from headrace.engine.model.drafting.spec import MedusaSpec
+from headrace.engine.model.drafting.heads.spec import MedusaSpec
 from headrace.engine.model.roles import Names
 from headrace.engine.model.spec import DecoderSpec
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.parameters import FileMaker
 from headrace.engine.model.checkpoint.weights import LayerWeights, sublayer_weights
-from headrace.engine.model.drafting.reading import HeadFiles
-from headrace.engine.model.drafting.spec import MedusaSpec, RecurrentSpec
+from headrace.engine.model.drafting.heads.reading import HeadFiles
+from headrace.engine.model.drafting.heads.spec import MedusaSpec, RecurrentSpec
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Stored
 
@@ -74,8 +74,8 @@ def _recurrent(spec: RecurrentSpec, maker: FileMaker, ids_D: Tensor | None) -> R
     plans = map(spec.layer_parameters, range(spec.block.num_layers))
     layers = tuple(LayerWeights(*(sublayer_weights(each, maker) for each in pair)) for pair in plans)
     vectors = {name: maker.dense(fused) for name, fused in plan.items() if fused.columns is None}
-    tables = [maker.table(plan[name]) if name in plan else None for name in ("embedding", "head")]
-    return RecurrentWeights(layers, maker.weight(plan["fuse"]), vectors, *tables, ids_D)
+    embedding, head = (maker.table(plan[name]) if name in plan else None for name in ("embedding", "head"))
+    return RecurrentWeights(layers, maker.weight(plan["fuse"]), vectors, embedding, head, ids_D)
 
 
 def _medusa(spec: MedusaSpec, maker: FileMaker) -> MedusaWeights:

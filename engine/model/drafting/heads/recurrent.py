@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import LayerWeights
-from headrace.engine.model.drafting.loading import RecurrentWeights
-from headrace.engine.model.drafting.spec import RecurrentSpec
+from headrace.engine.model.drafting.heads.loading import RecurrentWeights
+from headrace.engine.model.drafting.heads.spec import RecurrentSpec
 from headrace.engine.model.network.decoder import HiddenStates
 from headrace.engine.model.network.layers import FEEDS, MIXERS, Feed, Mixer
 from headrace.engine.model.network.operations import DeviceOps, Kv, Packed, Step
