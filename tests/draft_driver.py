@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +14,15 @@ from model_driver import capacity, request
 from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import load_weights
+from headrace.engine.model.cpu.heads import CpuHead, DraftAsk
 from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.cpu.runner import cpu_ops
-from headrace.engine.model.drafting.heads.loading import MedusaWeights, load_head
-from headrace.engine.model.drafting.heads.medusa import MedusaHeads
 from headrace.engine.model.drafting.heads.reading import open_head, open_mtp
-from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
-from headrace.engine.model.drafting.heads.spec import MedusaSpec
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.decoder import Decoder, HiddenStates
-from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.plan import NewRow, PageEntry, StepPlan, Work
-from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.library import Context
-from headrace.ops.paged import PagedBatch
 
 __all__ = ["PAGE", "Drafting", "Row", "Target", "states_of"]
 
@@ -87,20 +82,11 @@ class Drafting(Target):
         """Open a head; None for the module that comes with the target."""
         super().__init__(target_folder, dtype, native=native)
         opened = open_mtp(target_folder, self.spec) if head_folder is None else open_head(head_folder, self.spec)
+        sizes = {name: self._sizes[name] for name in ("max_positions", "dtype", "context")}
         with opened as found:
-            self.head_spec = found.spec
-            loaded = load_head(found, self.spec, dtype=dtype, device=torch.device("cpu"))
-        pages = self._capacity.num_pages
-        self._head: RecurrentHead[Any, Any, Any] | None = None
-        if isinstance(self.head_spec, MedusaSpec):
-            assert isinstance(loaded, MedusaWeights)
-            self._medusa = MedusaHeads(self.head_spec, loaded, next(iter(self._ops.values())))
-            return
-        assert not isinstance(loaded, MedusaWeights)
-        self._head_ops: Mapping[MixerSpec, CpuOps] = cpu_ops(self.head_spec.block, **self._sizes)
-        self._head = RecurrentHead(self.head_spec, loaded, self._head_ops, self._target)
-        self._head_kv = next(iter(self._head_ops.values())).allocate_kv(1, pages)
-        for layer in self._head_kv.slots:
+            first = next(iter(self._ops.values()))
+            self._head = CpuHead(found, self._target, first, pages=self._capacity.num_pages, **sizes)
+        for layer in () if self._head.kv is None else self._head.kv.slots:
             layer.fill_(17.0)  # what was there before may not matter
 
     def drafts(self, rows: Sequence[Row], chunk: int, prompt: int | None, count: int) -> list[list[int]]:
@@ -126,6 +112,62 @@ class Drafting(Target):
         with torch.inference_mode():
             self._compute(table, rows, range(len(rows)), at, found, (chunk, prompt), count)
         return found
+
+    def after_guesses(self, rows: Sequence[Row], seed: int, count: int) -> list[list[int]]:
+        """Drafts behind each row, whose tokens were verified in runs of random lengths beside guesses that were wrong.
+
+        Drafts are asked for after every step, as an engine does, and replaced by the guesses.
+        """
+        draw = random.Random(seed)
+        table = CpuRows(self._capacity)
+        self._fill(table, rows)
+        known = [2] * len(rows)
+        found: list[list[int]] = [[] for _ in rows]
+        with torch.inference_mode():
+            self._guess(table, rows, dict.fromkeys(range(len(rows)), (0, 1, 0)), found, known, count)
+            while going := [row for row, length in enumerate(known) if length < len(rows[row].ids)]:
+                works = {}
+                for row in going:
+                    drafted = draw.randint(0, 3)
+                    right = draw.randint(0, min(drafted, len(rows[row].ids) - known[row] - 1))
+                    works[row] = (known[row] - 1, 1 + drafted, right)
+                    known[row] += right + 1
+                self._guess(table, rows, works, found, known, count)
+        return found
+
+    def _guess(
+        self,
+        table: CpuRows,
+        rows: Sequence[Row],
+        wanted: Mapping[int, tuple[int, int, int]],
+        found: list[list[int]],
+        known: Sequence[int],
+        count: int,
+    ) -> None:
+        """Compute (start, tokens, right drafts) of some rows, the drafts behind the right ones being wrong."""
+        works = [self._work(rows, row, start, tokens) for row, (start, tokens, _) in wanted.items()]
+        for work in works:
+            start, tokens, right = wanted[work.row]
+            for place in range(start + 1, start + tokens):
+                truth = rows[work.row].ids[place] if place < len(rows[work.row].ids) else 0
+                self._put(table, work, place, truth if place <= start + right else (truth + 1) % self.spec.vocab_size)
+        batch = table.batch(works)
+        steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
+        hidden = self._target.hidden_states(batch.tokens_N, steps, self._kv, self._head.inputs)
+        last = {}
+        for index, end in zip(batch.samplers, batch.last_S.tolist(), strict=True):
+            work = works[index]
+            start, tokens, right = wanted[work.row]
+            last[work.row] = end - (tokens - 1) + right
+            for place in range(start + 1, start + right + 2):
+                self._put(table, work, place, rows[work.row].ids[place])
+        self._head.take_up(batch, table, hidden, last)
+        asked = [DraftAsk(work, known[work.row], count) for work in works]
+        for ask, drafts in zip(asked, self._head.drafts(asked, table), strict=True):
+            found[ask.work.row] = drafts
+
+    def _put(self, table: CpuRows, work: Work, place: int, token: int) -> None:
+        table.append([work._replace(start=place - 1, num_tokens=1)], [token])
 
     def _fill(self, table: CpuRows, rows: Sequence[Row]) -> None:
         plan = StepPlan(0)
@@ -166,37 +208,16 @@ class Drafting(Target):
     def _step(self, table: CpuRows, rows: Sequence[Row], works: list[Work], found: list[list[int]], count: int) -> None:
         batch = table.batch(works)
         steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
-        hidden = self._target.hidden_states(batch.tokens_N, steps, self._kv, self.head_spec.taps)
-        following = torch.empty_like(batch.tokens_N)
-        ended: list[tuple[int, int]] = []
-        for index, last in zip(batch.samplers, batch.last_S.tolist(), strict=True):
+        hidden = self._target.hidden_states(batch.tokens_N, steps, self._kv, self._head.inputs)
+        ended, last = [], {}
+        for index, place in zip(batch.samplers, batch.last_S.tolist(), strict=True):
             work = works[index]
-            end = work.start + work.num_tokens
-            following[last + 1 - work.num_tokens : last + 1] = torch.tensor(
-                rows[work.row].ids[work.start + 1 : end + 1]
-            )
-            if end == rows[work.row].computed:
-                ended.append((work.row, last))
-        ended.sort(key=lambda pair: rows[pair[0]].computed)  # as a batch has the rows of decodes
-        last_R = torch.tensor([last for _, last in ended], dtype=torch.int64)
-        if self._head is None:
-            drafts_RK = self._medusa.drafts(hidden.final_NE[last_R], count)
-        else:
-
-            def places(further: int) -> Mapping[MixerSpec, Any]:
-                paged = batch.paged if further == 0 else self._further(table, rows, ended, further)
-                return {mixer: ops.prepare(paged) for mixer, ops in self._head_ops.items()}
-
-            wanted = count if ended else 0
-            drafts_RK = self._head.drafts(following, hidden, last_R, wanted, places, self._head_kv)
-        for (row, _), drafts in zip(ended, drafts_RK.tolist(), strict=True):
-            found[row] = drafts
-
-    def _further(
-        self, table: CpuRows, rows: Sequence[Row], ended: Sequence[tuple[int, int]], further: int
-    ) -> PagedBatch:
-        works = [self._work(rows, row, rows[row].computed - 1 + further, 1) for row, _ in ended]
-        return table.batch(works).paged
+            if work.start + work.num_tokens == rows[work.row].computed:
+                ended.append(DraftAsk(work, len(rows[work.row].ids), count))
+                last[work.row] = place
+        self._head.take_up(batch, table, hidden, last)
+        for ask, drafts in zip(ended, self._head.drafts(ended, table), strict=True):
+            found[ask.work.row] = drafts
 
 
 def states_of(model: Any, ids: Sequence[int], layers: int | None = None) -> TargetStates:

@@ -89,6 +89,19 @@ def test_rows_that_share_pages_draft_from_what_lies_there(
     assert drafts[1] == head.drafts(states_of(model, second.ids), following, COUNT)
 
 
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "Medusa"])
+@pytest.mark.parametrize("seed", range(4))
+def test_refused_drafts_leave_nothing_behind(
+    name: str, seed: int, target_folder: Path, model: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    head = HEADS[name]()
+    drafting = Drafting(target_folder, head.write(tmp_path / "head"))
+    rows = drawn((21, 9, 16, 4))
+    expected = [head.drafts(states_of(model, row.ids), row.ids[1:], COUNT) for row in rows]
+    assert drafting.after_guesses(rows, seed, COUNT) == expected
+
+
 @pytest.mark.parametrize("native", OPERATIONS)
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "speculators, norm of all states", "Medusa"])
 def test_bfloat16_drafts_mostly_the_same(

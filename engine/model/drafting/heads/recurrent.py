@@ -15,7 +15,7 @@ lie in the place of position p of the head's own pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Generic, Protocol
 
 import torch
@@ -130,36 +130,6 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
         logits_SV = self._target.logits(states_SE) if self._head is None else self._ops.logits(states_SE, self._head)
         ids_S = logits_SV.argmax(1)
         return ids_S if self._ids_D is None else self._ids_D[ids_S]
-
-    def drafts(
-        self,
-        tokens_N: Tensor,
-        hidden: HiddenStates,
-        last_R: Tensor,
-        count: int,
-        places: Callable[[int], Mapping[MixerSpec, Step]],
-        kv: Kv,
-    ) -> Tensor:
-        """Take up positions that the target has computed, and draft behind the token that follows the last of each row.
-
-        Args:
-            tokens_N: Token behind each position, int32 or int64: of a row's last one the token that was just chosen.
-            hidden: Hidden states of the positions.
-            last_R: Index of each row's last position among the N.
-            count: Number of drafts of each row, at most `RecurrentSpec.most_drafts`; 0 only takes the positions up.
-            places: Given 0, returns the places of all N positions; given i, those of the rows' i-th further positions.
-            kv: The head's pages. What is written for further positions is a guess, which the next call overwrites.
-
-        Returns:
-            Ids of the target, int64 [R, count].
-        """
-        states_RE = self.advance(tokens_N, self.fused(hidden), places(0), kv)[last_R]
-        found: list[Tensor] = []
-        for further in range(count):
-            if further:
-                states_RE = self.advance(found[-1], states_RE, places(further), kv)
-            found.append(self.best(states_RE))
-        return torch.stack(found, 1) if found else last_R.new_empty(len(last_R), 0)
 
     def _beside(self, e_NE: Tensor, states_NE: Tensor, step: Step, kv: Kv) -> Stream:
         """Return the output of a layer whose attention reads token and state side by side."""
