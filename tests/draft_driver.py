@@ -18,6 +18,7 @@ from headrace.engine.model.cpu.heads import CpuHead, DraftAsk
 from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.cpu.runner import cpu_ops
 from headrace.engine.model.drafting.heads.reading import open_head, open_mtp
+from headrace.engine.model.drafting.heads.spec import MedusaSpec
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.scheduling.asked import Sampling
@@ -82,17 +83,16 @@ class Drafting(Target):
         """Open a head; None for the module that comes with the target."""
         super().__init__(target_folder, dtype, native=native)
         opened = open_mtp(target_folder, self.spec) if head_folder is None else open_head(head_folder, self.spec)
-        sizes = {name: self._sizes[name] for name in ("max_positions", "dtype", "context")}
+        self._table = CpuRows(self._capacity)
         with opened as found:
-            first = next(iter(self._ops.values()))
-            self._head = CpuHead(found, self._target, first, pages=self._capacity.num_pages, **sizes)
+            ops = self._ops if isinstance(found.spec, MedusaSpec) else cpu_ops(found.spec.block, **self._sizes)
+            self._head = CpuHead(found, self._target, ops, self._table, pages=self._capacity.num_pages, dtype=dtype)
         for layer in () if self._head.kv is None else self._head.kv.slots:
             layer.fill_(17.0)  # what was there before may not matter
 
     def drafts(self, rows: Sequence[Row], chunk: int, prompt: int | None, count: int) -> list[list[int]]:
         """Drafts behind each row, computed side by side in steps of `chunk` tokens, one by one behind `prompt`."""
-        table = CpuRows(self._capacity)
-        self._fill(table, rows)
+        table = self._filled(rows)
         at = [row.shares[1] for row in rows]
         found: list[list[int]] = [[] for _ in rows]
         with torch.inference_mode():
@@ -106,8 +106,7 @@ class Drafting(Target):
 
     def side_by_side(self, rows: Sequence[Row], chunk: int, prompt: int | None, count: int) -> list[list[int]]:
         """Drafts behind each row, all rows in the same steps."""
-        table = CpuRows(self._capacity)
-        self._fill(table, rows)
+        table = self._filled(rows)
         at, found = [0] * len(rows), [list[int]() for _ in rows]
         with torch.inference_mode():
             self._compute(table, rows, range(len(rows)), at, found, (chunk, prompt), count)
@@ -119,8 +118,7 @@ class Drafting(Target):
         Drafts are asked for after every step, as an engine does, and replaced by the guesses.
         """
         draw = random.Random(seed)
-        table = CpuRows(self._capacity)
-        self._fill(table, rows)
+        table = self._filled(rows)
         known = [2] * len(rows)
         found: list[list[int]] = [[] for _ in rows]
         with torch.inference_mode():
@@ -158,18 +156,19 @@ class Drafting(Target):
         for index, end in zip(batch.samplers, batch.last_S.tolist(), strict=True):
             work = works[index]
             start, tokens, right = wanted[work.row]
-            last[work.row] = end - (tokens - 1) + right
+            last[work.row] = end - (tokens - 1) + right, start + right + 2
             for place in range(start + 1, start + right + 2):
                 self._put(table, work, place, rows[work.row].ids[place])
-        self._head.take_up(batch, table, hidden, last)
+        self._head.take_up(batch, hidden, last)
         asked = [DraftAsk(work, known[work.row], count) for work in works]
-        for ask, drafts in zip(asked, self._head.drafts(asked, table), strict=True):
+        for ask, drafts in zip(asked, self._head.drafts(asked), strict=True):
             found[ask.work.row] = drafts
 
     def _put(self, table: CpuRows, work: Work, place: int, token: int) -> None:
         table.append([work._replace(start=place - 1, num_tokens=1)], [token])
 
-    def _fill(self, table: CpuRows, rows: Sequence[Row]) -> None:
+    def _filled(self, rows: Sequence[Row]) -> CpuRows:
+        """The row table with these rows alone."""
         plan = StepPlan(0)
         free = iter(torch.randperm(self._capacity.num_pages, generator=torch.Generator().manual_seed(1)).tolist())
         pages: list[list[int]] = []
@@ -179,7 +178,9 @@ class Drafting(Target):
             pages[-1].extend(next(free) for _ in range(-(-(len(row.ids) + 8) // PAGE) - shared))
             plan.new_rows.append(NewRow(number, 0, row.ids, Sampling(), -1))
             plan.entries.extend(PageEntry(number, place, page) for place, page in enumerate(pages[-1]))
-        table.update(plan)
+        self._table.update(plan)
+        self._head.update(plan)
+        return self._table
 
     def _compute(
         self,
@@ -214,9 +215,9 @@ class Drafting(Target):
             work = works[index]
             if work.start + work.num_tokens == rows[work.row].computed:
                 ended.append(DraftAsk(work, len(rows[work.row].ids), count))
-                last[work.row] = place
-        self._head.take_up(batch, table, hidden, last)
-        for ask, drafts in zip(ended, self._head.drafts(ended, table), strict=True):
+                last[work.row] = place, len(rows[work.row].ids)
+        self._head.take_up(batch, hidden, last)
+        for ask, drafts in zip(ended, self._head.drafts(ended), strict=True):
             found[ask.work.row] = drafts
 
 

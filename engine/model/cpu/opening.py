@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +14,8 @@ from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weights import Source, open_weights
 from headrace.engine.model.cpu.adapters import CpuBank
-from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner, cpu_ops
+from headrace.engine.model.cpu.head_opening import head_source
+from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner, LoadHead, cpu_ops
 from headrace.engine.model.cpu.sizing import cpu_dtype, cpu_limits, cpu_sizes, runs_native
 from headrace.engine.model.drafting.ngram import NgramDrafter
 from headrace.engine.model.network.decoder import Decoder
@@ -25,6 +27,7 @@ from headrace.engine.model.shared.memory import return_freed_memory
 from headrace.engine.model.shared.torch_threads import default_threads
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity
+from headrace.engine.speculation import Ngram
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context
@@ -46,7 +49,13 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignMo
     threads = config.cpu_threads or default_threads()
     context = Context(threads) if runs_native(spec) else None
     ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype, context=context)
+    head, load_head, head_bytes = head_source(config, spec, source), None, 0
+    if head is not None:
+        head_ops = head.ops(ops, max_positions=limits.context, dtype=dtype, context=context)
+        load_head = head.loader(head_ops, dtype=dtype, keep_packed=config.dtype == "auto")
+        head_bytes = head.page_bytes(head_ops)
     sizes = cpu_sizes(config, spec, source, ops)
+    sizes = replace(sizes, page_bytes=sizes.page_bytes + head_bytes)
     capacity = sizes.capacity()
     kv_bytes = capacity.num_pages * sizes.page_bytes
     activations = dtype if context is None else torch.float32
@@ -56,7 +65,7 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignMo
         adapters = adapter_device(config, spec, bank, dtype=torch.float32, granule_bytes=_GRANULE_BYTES)
     failure = ""
     try:
-        runner = _make_runner(config, spec, source, ops, capacity, dtype, bank, threads)
+        runner = _make_runner(config, spec, source, ops, capacity, dtype, bank, threads, load_head)
     except MemoryError as error:
         failure = str(error)
         traceback.clear_frames(error.__traceback__)  # the frames hold what was loaded so far
@@ -80,13 +89,14 @@ def _make_runner(
     dtype: torch.dtype,
     bank: CpuBank | None,
     threads: int,
+    load_head: LoadHead | None,
 ) -> CpuRunner:
     if isinstance(source, ForeignModel):
         load = _foreign_loader(source, ops, dtype)
     else:
         load = _loader(config, spec, source, ops, dtype, threads)
-    drafter = None if config.speculation is None else NgramDrafter(config.speculation.longest)
-    return CpuRunner(load, ops, capacity, threads, bank, drafter)
+    drafter = NgramDrafter(config.speculation.longest) if isinstance(config.speculation, Ngram) else None
+    return CpuRunner(load, ops, capacity, threads, bank, drafter, load_head)
 
 
 def _foreign_loader(model: ForeignModel, ops: dict[MixerSpec, CpuOps], dtype: torch.dtype) -> Callable[[], CpuDecoder]:

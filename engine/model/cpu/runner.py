@@ -17,10 +17,12 @@ from torch.nn import functional
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.drafts import CpuDrafts, Verified, verify, with_verified
+from headrace.engine.model.cpu.heads import CpuHead
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
 from headrace.engine.model.drafting.ngram import Drafter
 from headrace.engine.model.latent import has_latents, uniform_latents
+from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.shared.host_pool import HostPool
@@ -42,12 +44,16 @@ from headrace.ops.cpu.products import PRODUCTS, CpuKernel
 from headrace.ops.cpu.scores import Weigh
 from headrace.ops.cpu.step import CpuStep
 
-__all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops"]
+__all__ = ["CpuDecoder", "CpuRunner", "LoadHead", "Variants", "cpu_ops"]
 
 CpuDecoder: TypeAlias = Network[CpuLinear, CpuStep, CpuKv]
 
 Variants: TypeAlias = Mapping[str, Callable[[Attention], Weigh]]
 """For each `Attention.scores` beside softmax, a function that returns how the scores of an attention become weights."""
+
+
+LoadHead: TypeAlias = Callable[[CpuDecoder, CpuRows, int], CpuHead]
+"""Function that reads a draft head, from its target, the row table and the number of pages."""
 
 
 def _softcapped(attention: Attention) -> Weigh:
@@ -163,6 +169,27 @@ def _latent_ops(
     return {mixer: TorchLatentOps(pages, eps=eps, dtype=dtype, products=products)}
 
 
+def _last_places(
+    batch: StepBatch, works: Sequence[Work], drafted: Sequence[int], runs: Mapping[int, Sequence[int]]
+) -> dict[int, tuple[int, int]]:
+    """Return, for each row that chose tokens, what `CpuHead.take_up` wants of its last one.
+
+    Args:
+        batch: A step.
+        works: The works of the plan.
+        drafted: Number of drafts of each work.
+        runs: The tokens that each sampling work chose, by its index; the last may be a code in place of an id.
+    """
+    found, first = {}, 0
+    for index in batch.samplers:
+        work, run = works[index], runs[index]
+        if run[-1] >= 0:
+            length = work.start + work.num_tokens - drafted[index] + len(run)
+            found[work.row] = int(batch.last_S[first + len(run) - 1]), length
+        first += 1 + drafted[index]
+    return found
+
+
 class CpuRunner:
     """The runner of a decoder on the CPU."""
 
@@ -176,6 +203,7 @@ class CpuRunner:
         threads: int,
         bank: CpuBank | None = None,
         drafter: Drafter | None = None,
+        load_head: LoadHead | None = None,
     ) -> None:
         """Load the model, allocate the paged cache and start the thread.
 
@@ -185,7 +213,8 @@ class CpuRunner:
             capacity: Pages, rows and tokens.
             threads: Number of threads that one operation uses.
             bank: The adapters that rows may use; None without adapters.
-            drafter: Guesses tokens for rows that speculate; None where no row does.
+            drafter: Guesses tokens for rows that speculate, by their tokens alone; None where none does.
+            load_head: Reads the draft head that guesses tokens for rows that speculate; None where none does.
         """
         decoder = load()
         self._load: Callable[[], CpuDecoder] | None = load
@@ -194,7 +223,10 @@ class CpuRunner:
         self._any = next(iter(ops.values()))  # all share one cache layout
         self._kv = self._any.allocate_kv(decoder.spec.num_layers, capacity.num_pages)
         self._rows = CpuRows(capacity, bank)
-        self._drafts = None if drafter is None else CpuDrafts(capacity, drafter)
+        self._load_head = load_head
+        self._head = None if load_head is None else load_head(decoder, self._rows, capacity.num_pages)
+        guesses = drafter if self._head is None else self._head
+        self._drafts = None if guesses is None else CpuDrafts(capacity, guesses)
         self._host: HostPool | None = None
         self._thread = PlanThread(self._carry_out, name="headrace-cpu", threads=threads)
 
@@ -211,13 +243,17 @@ class CpuRunner:
     def resize(self, num_pages: int) -> None:
         """Make room for `num_pages` pages; until that is done, the present ones hold their memory, too."""
         self._kv = self._kv.resized(num_pages)
+        if self._head is not None:
+            self._head.resize(num_pages)
         return_freed_memory()
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Release the memory of the pages, and that of the weights unless `keep_weights`."""
         self._kv = self._kv.resized(1)
+        if self._head is not None:
+            self._head.resize(1)
         if not keep_weights:
-            self._decoder = None
+            self._decoder = self._head = None
         return_freed_memory()
 
     def wake(self, num_pages: int) -> None:
@@ -225,11 +261,17 @@ class CpuRunner:
         if self._decoder is None:
             assert self._load is not None
             self._decoder = self._load()
+        if self._head is not None:
+            self._head.resize(num_pages)
+        elif self._load_head is not None and self._drafts is not None:
+            self._head = self._drafts.drafter = self._load_head(self._decoder, self._rows, num_pages)
         self._kv = self._any.allocate_kv(self._decoder.spec.num_layers, num_pages)
 
     def open_host_pool(self, places: int) -> float:
         """Make room for `places` pages beside the cache; return the seconds that moving one page takes."""
         self._host = HostPool(self._kv.pages_LPsKTD, places, pinned=False)
+        if self._head is not None:
+            self._head.open_host_pool(places)
         return self._host.measure(self._kv.pages_LPsKTD, self._kv.pages_LPsKTD.shape[1], lambda: None)
 
     def close(self) -> None:
@@ -238,7 +280,7 @@ class CpuRunner:
         self._rows.options.close()
         for ops in self._ops.values():
             ops.close()
-        self._decoder = self._host = self._load = None
+        self._decoder = self._host = self._load = self._head = self._drafts = self._load_head = None
         del self._kv, self._ops, self._any
         return_freed_memory()
 
@@ -263,7 +305,7 @@ class CpuRunner:
             last_S = torch.cat((last_S, prompt_places(batch.prompts)))
         if batch.pooled:
             last_S = torch.cat((last_S, torch.tensor([place for span in batch.pooled for place in span.places])))
-        hidden_SE = decoder.hidden(self._padded(batch), steps, self._kv, last_S, self._adapted(batch.users))
+        hidden_SE, states = self._hidden(decoder, batch, steps, last_S)
         reports: dict[int, Report] = {}
         choices: dict[int, Choice] = {}
         forced: dict[int, Sequence[int]] = {}
@@ -291,6 +333,9 @@ class CpuRunner:
                 place += 1 + drafted[index]
             reports = {batch.samplers[place]: report for place, report in found.items()}
             forced = {batch.samplers[place]: rest for place, rest in runs.items()}
+        if self._head is not None and states is not None:
+            runs_of = {index: verified[index].tokens if verified else [tokens[index]] for index in batch.samplers}
+            self._head.take_up(batch, states, _last_places(batch, works, drafted, runs_of))
         if not (reports or choices or forced or batch.prompts or batch.pooled or verified):
             return step_result(tokens)
         first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
@@ -310,10 +355,24 @@ class CpuRunner:
         """Take in what a plan changes before its works."""
         if plan.spills and self._host is not None:
             self._host.spill(self._kv.pages_LPsKTD, plan.spills)
+        if self._head is not None:
+            self._head.spill(plan)
+            self._head.update(plan)
         self._rows.update(plan)
         self._kv.copy_pages(plan.copies)
         if plan.fetches and self._host is not None:
             self._host.fetch(self._kv.pages_LPsKTD, plan.fetches)
+
+    def _hidden(
+        self, decoder: CpuDecoder, batch: StepBatch, steps: Mapping[MixerSpec, CpuStep], last_S: Tensor
+    ) -> tuple[Tensor, HiddenStates | None]:
+        """Return the hidden states of the tokens `last_S`, and those of all tokens that a draft head reads, if any."""
+        tokens_N, adapted = self._padded(batch), self._adapted(batch.users)
+        if self._head is None:
+            return decoder.hidden(tokens_N, steps, self._kv, last_S, adapted), None
+        assert isinstance(decoder, Decoder)  # no other model has a head
+        states = decoder.hidden_states(tokens_N, steps, self._kv, self._head.inputs, adapted)
+        return states.final_NE[last_S], states
 
     def _placed(self, plan: StepPlan) -> tuple[Sequence[Work], Sequence[int]]:
         """Return the works of a plan that has been applied, where they truly are, and how many drafts each has."""

@@ -17,7 +17,7 @@ from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["MOST_DRAFTS", "HeadSpec", "MedusaSpec", "RecurrentSpec"]
 
-MOST_DRAFTS: Final = 15
+MOST_DRAFTS: Final = 16
 """Most tokens that a recurrent head drafts in a row: every further one is computed from guesses alone."""
 
 
