@@ -14,7 +14,7 @@ from model_driver import capacity, request
 from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import load_weights
-from headrace.engine.model.cpu.heads import CpuHead, DraftAsk
+from headrace.engine.model.cpu.heads import CpuDraftHead, DraftAsk
 from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.cpu.runner import cpu_ops
 from headrace.engine.model.drafting.heads.reading import open_head, open_mtp
@@ -86,7 +86,7 @@ class Drafting(Target):
         self._table = CpuRows(self._capacity)
         with opened as found:
             ops = self._ops if isinstance(found.spec, MedusaSpec) else cpu_ops(found.spec.block, **self._sizes)
-            self._head = CpuHead(found, self._target, ops, self._table, pages=self._capacity.num_pages, dtype=dtype)
+            self._head = CpuDraftHead(found, self._target, ops, self._table, pages=self._capacity.num_pages, dtype=dtype)
         for layer in () if self._head.kv is None else self._head.kv.slots:
             layer.fill_(17.0)  # what was there before may not matter
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.model.cpu.heads import CpuHead, DraftAsk
+from headrace.engine.model.cpu.heads import CpuDraftHead, DraftAsk
 from headrace.engine.model.drafting.ngram import Drafter
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.engine.scheduling.result import NoToken, StepResult
@@ -38,7 +38,7 @@ class Verified(NamedTuple):
 class CpuDrafts:
     """Rows that speculate, and their drafts."""
 
-    def __init__(self, capacity: Capacity, drafter: Drafter | CpuHead) -> None:
+    def __init__(self, capacity: Capacity, drafter: Drafter | CpuDraftHead) -> None:
         """Start without rows; `drafter` guesses for those to come."""
         self.drafter = drafter
         """Guesses by a row's tokens, or from what the model has computed of them."""
@@ -76,7 +76,7 @@ class CpuDrafts:
 
     def _guess(self, asked: Sequence[DraftAsk], tokens_RN: NDArray[np.int64]) -> list[list[int]]:
         """Return drafts for each of some rows, in order."""
-        if isinstance(self.drafter, CpuHead):
+        if isinstance(self.drafter, CpuDraftHead):
             return self.drafter.drafts(asked)
         found = []
         for ask in asked:

@@ -14,9 +14,9 @@ import torch
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
 from headrace.engine.model.checkpoint.weights import Source
-from headrace.engine.model.cpu.heads import CpuHead
+from headrace.engine.model.cpu.heads import CpuDraftHead, LoadHead
 from headrace.engine.model.cpu.rows import CpuRows
-from headrace.engine.model.cpu.runner import CpuDecoder, LoadHead, cpu_ops
+from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops
 from headrace.engine.model.drafting.heads.reading import HeadFiles, open_head, open_mtp
 from headrace.engine.model.drafting.heads.spec import HeadSpec, MedusaSpec
 from headrace.engine.model.network.decoder import Decoder
@@ -57,10 +57,10 @@ class HeadSource:
     def loader(self, ops: Mapping[MixerSpec, CpuOps], *, dtype: torch.dtype, keep_packed: bool) -> LoadHead:
         """Return the function that reads the head, now and after a sleep without weights."""
 
-        def load(target: CpuDecoder, rows: CpuRows, pages: int) -> CpuHead:
+        def load(target: CpuDecoder, rows: CpuRows, pages: int) -> CpuDraftHead:
             assert isinstance(target, Decoder)
             with _opened(self.asked, self.target, self.folder) as found:
-                return CpuHead(found, target, ops, rows, pages=pages, dtype=dtype, keep_packed=keep_packed)
+                return CpuDraftHead(found, target, ops, rows, pages=pages, dtype=dtype, keep_packed=keep_packed)
 
         return load
 

@@ -1,4 +1,4 @@
-"""`CpuHead`: a trained draft head on a CPU: it takes up what the target computes, and drafts for rows when asked.
+"""`CpuDraftHead`: a trained draft head on a CPU: it takes up what the target computes, and drafts for rows when asked.
 
 Owns the head's pages, which have the numbers of the target's pages: what a row of the block table names holds the keys
 and values of the target's layers there, and those of the head here. Never verifies a draft. Next to read:
@@ -7,7 +7,7 @@ and values of the target's layers there, and those of the head here. Never verif
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
@@ -20,6 +20,7 @@ from headrace.engine.model.drafting.heads.reading import HeadFiles
 from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
 from headrace.engine.model.drafting.heads.spec import MedusaSpec, RecurrentSpec
 from headrace.engine.model.network.decoder import Decoder, HiddenStates
+from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import StepPlan, Work
@@ -28,7 +29,7 @@ from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.step import CpuStep
 
-__all__ = ["CpuHead", "DraftAsk"]
+__all__ = ["CpuDraftHead", "DraftAsk", "LoadHead", "last_places"]
 
 _LAYERS: Final = 1
 """Number of layers of a recurrent head."""
@@ -53,7 +54,7 @@ class _Known(NamedTuple):
     """State of the row's last position whose following token is known."""
 
 
-class CpuHead:
+class CpuDraftHead:
     """A draft head with its pages, and what it knows of each row."""
 
     def __init__(
@@ -188,3 +189,28 @@ class CpuHead:
         paged = self._rows.batch(works).paged
         steps = {mixer: ops.prepare(paged) for mixer, ops in self._ops.items()}
         return self._recurrent.advance(tokens_R, states_RE, steps, self.kv)
+
+
+LoadHead: TypeAlias = Callable[[Network[CpuLinear, CpuStep, CpuKv], CpuRows, int], CpuDraftHead]
+"""Function that reads a draft head, from its target, the row table and the number of pages."""
+
+
+def last_places(
+    batch: StepBatch, works: Sequence[Work], drafted: Sequence[int], runs: Mapping[int, Sequence[int]]
+) -> dict[int, tuple[int, int]]:
+    """Return, for each row that chose tokens, what `CpuDraftHead.take_up` wants of its last one.
+
+    Args:
+        batch: A step.
+        works: The works of the plan.
+        drafted: Number of drafts of each work.
+        runs: The tokens that each sampling work chose, by its index; the last may be a code in place of an id.
+    """
+    found, first = {}, 0
+    for index in batch.samplers:
+        work, run = works[index], runs[index]
+        if run[-1] >= 0:
+            length = work.start + work.num_tokens - drafted[index] + len(run)
+            found[work.row] = int(batch.last_S[first + len(run) - 1]), length
+        first += 1 + drafted[index]
+    return found

@@ -17,7 +17,7 @@ from torch.nn import functional
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.drafts import CpuDrafts, Verified, verify, with_verified
-from headrace.engine.model.cpu.heads import CpuHead
+from headrace.engine.model.cpu.heads import LoadHead, last_places
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
 from headrace.engine.model.drafting.ngram import Drafter
@@ -44,16 +44,12 @@ from headrace.ops.cpu.products import PRODUCTS, CpuKernel
 from headrace.ops.cpu.scores import Weigh
 from headrace.ops.cpu.step import CpuStep
 
-__all__ = ["CpuDecoder", "CpuRunner", "LoadHead", "Variants", "cpu_ops"]
+__all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops"]
 
 CpuDecoder: TypeAlias = Network[CpuLinear, CpuStep, CpuKv]
 
 Variants: TypeAlias = Mapping[str, Callable[[Attention], Weigh]]
 """For each `Attention.scores` beside softmax, a function that returns how the scores of an attention become weights."""
-
-
-LoadHead: TypeAlias = Callable[[CpuDecoder, CpuRows, int], CpuHead]
-"""Function that reads a draft head, from its target, the row table and the number of pages."""
 
 
 def _softcapped(attention: Attention) -> Weigh:
@@ -167,27 +163,6 @@ def _latent_ops(
     if context is not None:
         return {mixer: NativeLatentOps(context, pages, eps=eps, dtype=dtype)}
     return {mixer: TorchLatentOps(pages, eps=eps, dtype=dtype, products=products)}
-
-
-def _last_places(
-    batch: StepBatch, works: Sequence[Work], drafted: Sequence[int], runs: Mapping[int, Sequence[int]]
-) -> dict[int, tuple[int, int]]:
-    """Return, for each row that chose tokens, what `CpuHead.take_up` wants of its last one.
-
-    Args:
-        batch: A step.
-        works: The works of the plan.
-        drafted: Number of drafts of each work.
-        runs: The tokens that each sampling work chose, by its index; the last may be a code in place of an id.
-    """
-    found, first = {}, 0
-    for index in batch.samplers:
-        work, run = works[index], runs[index]
-        if run[-1] >= 0:
-            length = work.start + work.num_tokens - drafted[index] + len(run)
-            found[work.row] = int(batch.last_S[first + len(run) - 1]), length
-        first += 1 + drafted[index]
-    return found
 
 
 class CpuRunner:
@@ -335,7 +310,7 @@ class CpuRunner:
             forced = {batch.samplers[place]: rest for place, rest in runs.items()}
         if self._head is not None and states is not None:
             runs_of = {index: verified[index].tokens if verified else [tokens[index]] for index in batch.samplers}
-            self._head.take_up(batch, states, _last_places(batch, works, drafted, runs_of))
+            self._head.take_up(batch, states, last_places(batch, works, drafted, runs_of))
         if not (reports or choices or forced or batch.prompts or batch.pooled or verified):
             return step_result(tokens)
         first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
