@@ -86,7 +86,9 @@ class Drafting(Target):
         self._table = CpuRows(self._capacity)
         with opened as found:
             ops = self._ops if isinstance(found.spec, MedusaSpec) else cpu_ops(found.spec.block, **self._sizes)
-            self._head = CpuDraftHead(found, self._target, ops, self._table, pages=self._capacity.num_pages, dtype=dtype)
+            self._head = CpuDraftHead(
+                found, self._target, ops, self._table, pages=self._capacity.num_pages, dtype=dtype
+            )
         for layer in () if self._head.kv is None else self._head.kv.slots:
             layer.fill_(17.0)  # what was there before may not matter
 
