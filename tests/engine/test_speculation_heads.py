@@ -19,6 +19,7 @@ from tiny_models import chat_folder
 from headrace.engine import Completion, Engine, InvalidParams, ModelRejected, SamplingParams
 from headrace.engine.model.cpu.drafts import CpuDrafts
 from headrace.engine.model.cpu.heads import DraftAsk
+from headrace.engine.model.drafting.ngram import NgramDrafter
 from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.speculation import Eagle, Medusa, Mtp, Speculation
 from headrace.ops.cpu.native.library import library
@@ -298,3 +299,26 @@ def test_heads_can_be_named_by_text(model: Path, tmp_path: Path) -> None:
                       ("mtp:k=17", "speculation.k: must be an int from 1 to 16")):  # fmt: skip
         with pytest.raises(InvalidParams, match=why):
             anyio.run(lambda of=text: open_with(model, of))
+
+
+def test_ngrams_read_what_lies_behind_a_prefix_hit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    draft = NgramDrafter.draft
+
+    def spied(self: NgramDrafter, tokens_N: NDArray[Any], most: int) -> list[int]:
+        seen.append(tokens_N.tolist())
+        return draft(self, tokens_N, most)
+
+    monkeypatch.setattr(NgramDrafter, "draft", spied)
+    always_deep(monkeypatch)
+
+    async def run() -> None:
+        async with Engine(model, speculation="ngram", max_rows=1, page_size=4, **options()) as engine:
+            for prompt in (PROMPTS[0], PROMPTS[3] * 2, PROMPTS[0]):  # the row holds another prompt in between
+                seen.clear()
+                answer = await engine.generate(prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+                known = answer.prompt_token_ids + answer.choices[0].token_ids
+                assert seen and all(tokens == known[: len(tokens)] for tokens in seen)
+            assert answer.usage.cached_tokens > 0
+
+    anyio.run(run)
