@@ -26,7 +26,7 @@ from headrace.adapters.folder import described, open_adapter, parse_description
 from headrace.adapters.heads import order_heads, ordered
 from headrace.adapters.layout import ModelShape
 from headrace.adapters.loaded import LoadedAdapter, Stamp
-from headrace.adapters.peft_config import WEIGHTS_FILE, PeftConfig
+from headrace.adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE, PeftConfig
 from headrace.adapters.recipe import PROMPT_KEY, recipe_of, virtual_recipe
 from headrace.adapters.safetensors_header import TensorEntry, refuse_file
 from headrace.adapters.stored import Recipe, Stored
@@ -127,6 +127,8 @@ def _read_unknown(
 def _read_virtual(
     file: BinaryIO, entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShape, dtype: torch.dtype
 ) -> LoadedAdapter:
+    if not shape.takes_virtual:
+        refuse_file(CONFIG_FILE, "peft_type", config.kind, "lora: this model takes no virtual tokens")
     count, kv_size = config.virtual_tokens, shape.num_kv_heads * shape.head_dim
     width = shape.hidden_size if config.kind == "prompt" else shape.num_layers * 2 * kv_size
     if set(entries) != {PROMPT_KEY} or entries[PROMPT_KEY].shape != (count, width):

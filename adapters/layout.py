@@ -17,13 +17,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.adapters.names import AdapterNames
 
-__all__ = ["EMBED", "HEAD", "MODULES", "RANK_MULTIPLE", "SITES", "BlockLayout", "ModelShape", "module_row"]
+__all__ = [
+    "EMBED",
+    "HEAD",
+    "MODULES",
+    "RANK_MULTIPLE",
+    "SITES",
+    "BlockLayout",
+    "LayerSizes",
+    "ModelShape",
+    "module_row",
+]
 
 RANK_MULTIPLE = 8
 SITES: dict[str, tuple[str, ...]] = {
@@ -42,6 +53,16 @@ EMBED, HEAD = -2, -1
 def module_row(layer: int, module: str) -> int:
     """Return the table's row of a layer's module."""
     return layer * len(MODULES) + MODULES.index(module)
+
+
+class LayerSizes(NamedTuple):
+    """Outputs of the products of one layer, 0 for a product that it does not have."""
+
+    queries: int
+    keys: int
+    values: int
+    ffn: int
+    """Width of its feed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,26 +87,32 @@ class ModelShape:
     """Names of the modules in the files of adapters."""
     grouped: bool = False
     """Whether a joined module of queries, keys and values has the queries of a key, this key and its value together."""
+    layers: tuple[LayerSizes, ...] = ()
+    """Sizes of each layer's products, where layers differ; empty where all have the sizes above."""
+    takes_virtual: bool = True
+    """Whether prompts may have virtual tokens."""
 
-    def size(self, module: str) -> tuple[int, int]:
-        """Return (inputs, outputs) of a module of `MODULES`, of `embed` or of `head`."""
-        hidden, heads, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+    def size(self, module: str, layer: int = 0) -> tuple[int, int]:
+        """Return (inputs, outputs) of a module of `MODULES` in a layer, of `embed` or of `head`."""
+        hidden, kv = self.hidden_size, self.num_kv_heads * self.head_dim
+        alike = LayerSizes(self.num_heads * self.head_dim, kv, kv, self.ffn_size)
+        queries, keys, values, ffn = self.layers[layer] if self.layers else alike
         sizes = {
-            "q": (hidden, heads),
-            "k": (hidden, kv),
-            "v": (hidden, kv),
-            "o": (heads, hidden),
-            "gate": (hidden, self.ffn_size if self.gated else 0),
-            "up": (hidden, self.ffn_size),
-            "down": (self.ffn_size, hidden),
+            "q": (hidden, queries),
+            "k": (hidden, keys),
+            "v": (hidden, values),
+            "o": (queries, hidden),
+            "gate": (hidden, ffn if self.gated else 0),
+            "up": (hidden, ffn),
+            "down": (ffn, hidden),
             "embed": (self.vocab_size, hidden),
             "head": (hidden, self.vocab_size),
         }
         return sizes[module]
 
-    def modules(self, site: str) -> tuple[str, ...]:
-        """Return the modules of a site that the model has."""
-        return tuple(module for module in SITES[site] if self.size(module)[1])
+    def modules(self, site: str, layer: int = 0) -> tuple[str, ...]:
+        """Return the modules of a site that a layer has."""
+        return tuple(module for module in SITES[site] if self.size(module, layer)[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,19 +143,19 @@ class BlockLayout:
             row = {"embed": EMBED, "head": HEAD}[module] if layer < 0 else module_row(layer, module)
             padded[row] = -(-rank // RANK_MULTIPLE) * RANK_MULTIPLE
         end = 0
-        sizes = {module: shape.size(module) for module in (*MODULES, "embed", "head")}
         groups = [
-            [(module_row(layer, module), module) for module in modules]
+            [(module_row(layer, module), shape.size(module, layer)) for module in modules]
             for layer in range(shape.num_layers)
             for modules in SITES.values()
         ]
-        for group in [*groups, [(rows + EMBED, "embed")], [(rows + HEAD, "head")]]:
-            for row, module in group:
+        tops = [[(rows + EMBED, shape.size("embed"))], [(rows + HEAD, shape.size("head"))]]
+        for group in [*groups, *tops]:
+            for row, (inputs, _) in group:
                 a[row] = end
-                end += int(padded[row]) * sizes[module][0]
-            for row, module in group:
+                end += int(padded[row]) * inputs
+            for row, (_, outputs) in group:
                 b[row] = end
-                end += int(padded[row]) * sizes[module][1]
+                end += int(padded[row]) * outputs
         return cls(shape, padded, a, b, end)
 
     def head_spans(self) -> list[tuple[int, int]]:
@@ -136,7 +163,9 @@ class BlockLayout:
         found = []
         for layer in range(self.shape.num_layers):
             row_q, row_k = (module_row(layer, module) for module in ("q", "k"))
-            count = sum(int(self.ranks[row]) * self.shape.size(each)[1] for each, row in (("q", row_q), ("k", row_k)))
+            count = sum(
+                int(self.ranks[row]) * self.shape.size(each, layer)[1] for each, row in (("q", row_q), ("k", row_k))
+            )
             if count:
                 found.append((int(self.b[row_q]), count))
         return found

@@ -29,6 +29,9 @@ class AdapterNames:
     head: str = "lm_head"
     prefix: str = "model."
     """Beginning that is missing where an adapter was trained on a model without its head, as for embeddings."""
+    homes: tuple[tuple[str, str], ...] = ()
+    """Beginnings that may stand in place of `prefix` where the model is a part of a larger one, each with what then
+    stands before the name of the head."""
 
     def place(self, key: str) -> tuple[int, str, str] | None:
         """Return (layer, module or site, "A" or "B") for a tensor's name; None if it names no update.
@@ -55,10 +58,10 @@ def _patterns(names: AdapterNames) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return the patterns of the names of updates: of layers, then of embeddings and head."""
     before, after = map(re.escape, names.layer_prefix.removeprefix(names.prefix).split("{}"))
     modules = "|".join(re.escape(name) for name, _ in names.modules)
-    optional = f"(?:{re.escape(names.prefix)})?"
+    optional, before_head = _beginnings(names)
     layered = rf"{_BASE}{optional}{before}(0|[1-9]\d{{0,3}}){after}({modules})\.lora_([AB])\.weight"
     embedding, head = re.escape(names.embedding.removeprefix(names.prefix)), re.escape(names.head)
-    top = rf"{_BASE}(?:{optional}{embedding}\.lora_embedding_([AB])|{head}\.lora_([AB])\.weight)"
+    top = rf"{_BASE}(?:{optional}{embedding}\.lora_embedding_([AB])|{before_head}{head}\.lora_([AB])\.weight)"
     return re.compile(layered), re.compile(top)
 
 
@@ -66,4 +69,13 @@ def _patterns(names: AdapterNames) -> tuple[re.Pattern[str], re.Pattern[str]]:
 def _frozen(names: AdapterNames) -> re.Pattern[str]:
     """Return the pattern of the names of the frozen embedding and head."""
     embedding, head = re.escape(names.embedding.removeprefix(names.prefix)), re.escape(names.head)
-    return re.compile(rf"{_BASE}((?:{re.escape(names.prefix)})?{embedding}|{head})(\.base_layer)?\.(?:weight|bias)")
+    optional, before_head = _beginnings(names)
+    return re.compile(rf"{_BASE}({optional}{embedding}|{before_head}{head})(\.base_layer)?\.(?:weight|bias)")
+
+
+def _beginnings(names: AdapterNames) -> tuple[str, str]:
+    """Return patterns of what may stand before the names of most modules, and before that of the head."""
+    homes = {names.prefix, *(home for home, _ in names.homes)}
+    heads = {before for _, before in names.homes}
+    optional, before_head = ("|".join(map(re.escape, sorted(each, reverse=True))) for each in (homes, heads))
+    return f"(?:{optional})?", f"(?:{before_head})?"

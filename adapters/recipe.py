@@ -113,7 +113,7 @@ class _Matrix:
 def _matrices(pairs: dict[_Place, _Pair], layout: BlockLayout) -> Iterator[_Matrix]:
     for (layer, module), pair in in_turns(pairs.items()):
         row = module_row(layer, module) if layer >= 0 else {"embed": EMBED, "head": HEAD}[module]
-        inputs, outputs = layout.shape.size(module)
+        inputs, outputs = layout.shape.size(module, max(layer, 0))
         a, b = int(layout.a[row]), int(layout.b[row])
         if module == "embed":  # stored [rank, vocab], used by token
             yield _Matrix(pair.a, a, 1, int(layout.ranks[row]))
@@ -180,7 +180,7 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
             half, key = next(iter(both.items()))
             refuse_file(WEIGHTS_FILE, "tensor", key, f"one with its {'B' if half == 'A' else 'A'} beside it")
         several = _JOINED.get(module, (module,))
-        sizes = [shape.size(each) for each in several]
+        sizes = [shape.size(each, max(layer, 0)) for each in several]
         total = sum(size for _, size in sizes)
         pair = _checked_pair(entries, both["A"], both["B"], config, (sizes[0][0], total))
         if shape.grouped and len(several) > 1:
@@ -211,6 +211,8 @@ def _place(key: str, shape: ModelShape) -> tuple[_Place, str] | None:
     layer, module, half = found
     if module in _FEED and not shape.ffn_size:
         return None
+    if layer >= 0 and not any(shape.size(each, layer)[1] for each in _JOINED.get(module, (module,))):
+        return None  # such as values of a layer that takes its keys for them
     return (layer, module), half
 
 

@@ -90,7 +90,7 @@ class EngineConfig(Checked, frozen=True):
     policy: Annotated[str | dict[str, Any] | Policy, PlainValidator(_known_policy)] = "first_come"
     itl_target_ms: Annotated[float, Field(gt=0.0)] | None = None
     launch_ahead: Annotated[int, Field(ge=1, le=8)] | None = None
-    decode_attention: Literal["auto", "fused", "even", "fa2", "xqa"] = "auto"
+    decode_attention: Literal["auto", "fused", "even", "fa2", "xqa", "split"] = "auto"
     kernel_cache: Annotated[str, BeforeValidator(_as_path)] | None = None
     cpu_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     adapter_slots: Annotated[int, Field(ge=0, le=1024)] = 0

@@ -105,7 +105,7 @@ class EngineOptions(VllmNames, total=False):
     """Steps that may be launched and not yet committed; a cancelled request returns its pages within as many. None is
     2, and on a GPU up to 8 that take 5 ms together, as long as every request that runs goes on and nobody waits.
     Default: None."""
-    decode_attention: Literal["auto", "fused", "even", "fa2", "xqa"]
+    decode_attention: Literal["auto", "fused", "even", "fa2", "xqa", "split"]
     """Kernel of decode attention on a GPU; `auto` chooses by batch and context, as measured. Default: "auto"."""
     kernel_cache: str | os.PathLike[str] | None
     """Folder that keeps compiled GPU kernels; None is one in the user's cache. docs/kernels.md describes it.

@@ -66,6 +66,8 @@ class Experts:
     """Biases of gates and ups, float32 [X, 2F]."""
     down_bias_XE: Tensor | None = None
     """Biases of the results, float32, which are weighed with them."""
+    scales_X: Tensor | None = None
+    """Factors of the weights of each expert's results, float32."""
 
     @property
     def size(self) -> int:
@@ -73,13 +75,16 @@ class Experts:
         return self.down[0].shape[1]
 
 
-def route(logits_NX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> Choice:
+def route(
+    logits_NX: Tensor, routing: Routing, correction_X: Tensor | None = None, scales_X: Tensor | None = None
+) -> Choice:
     """Return the experts of each token; of experts that score the same, the one of the lower number comes first.
 
     Args:
         logits_NX: Logits of the router, float32, its bias included.
         routing: How experts are chosen.
         correction_X: Added to the scores for the choice alone.
+        scales_X: Factor of each expert's weight, which counts after weights are made to sum to 1.
     """
     scores_NX = _scores(logits_NX, routing.score)
     ranked_NX = scores_NX if correction_X is None else scores_NX + correction_X
@@ -87,10 +92,14 @@ def route(logits_NX: Tensor, routing: Routing, correction_X: Tensor | None = Non
         ranked_NX = _within_groups(ranked_NX, routing)
     ids_NK = _best(ranked_NX, routing.top_k)
     weights_NK = scores_NX.gather(1, ids_NK)
+    if routing.score == "sparsemixer":
+        weights_NK = _mixed_sparsely(logits_NX, ids_NK, routing.margin)
     if routing.score == "softmax_of_chosen":
         weights_NK = torch.softmax(weights_NK, 1)
     if routing.renormalise:
         weights_NK = weights_NK / (weights_NK.sum(1, keepdim=True) + _LEAST_SUM)
+    if scales_X is not None:
+        weights_NK = weights_NK * scales_X[ids_NK]
     return Choice(ids_NK.to(torch.int32), weights_NK * routing.scale)
 
 
@@ -98,10 +107,21 @@ def _scores(logits_NX: Tensor, score: Score) -> Tensor:
     match score:
         case "softmax":
             return torch.softmax(logits_NX, 1)
-        case "softmax_of_chosen":
+        case "softmax_of_chosen" | "sparsemixer":
             return logits_NX
         case "sigmoid":
             return sigmoid(logits_NX)
+
+
+def _mixed_sparsely(logits_NX: Tensor, ids_NK: Tensor, margin: float) -> Tensor:
+    """Return for each choice its share of the softmax over experts that are left and close to it, float32 [N, K]."""
+    left_NX, weights = logits_NX, []
+    for id_N1 in ids_NK.split(1, dim=1):
+        best_N1 = logits_NX.gather(1, id_N1)
+        far_NX = (best_N1 - logits_NX) / torch.maximum(logits_NX.abs(), best_N1) > margin
+        weights.append(torch.softmax(left_NX.masked_fill(far_NX, -torch.inf), 1).gather(1, id_N1))
+        left_NX = left_NX.scatter(1, id_N1, -torch.inf)
+    return torch.cat(weights, 1)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -14,9 +14,11 @@ from headrace.ops.stream import Activation
 
 __all__ = ["CLAMP", "SLOPE", "ExpertActivation", "GroupScore", "Routing", "Score"]
 
-Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid", "sparsemixer"]
 """What a router's logits become: their softmax over all experts (Fedus et al., 2021, "Switch transformers"), that over
-the chosen ones alone (Shazeer et al., 2017), or the sigmoid of each (DeepSeek-AI, 2024, "DeepSeek-V3")."""
+the chosen ones alone (Shazeer et al., 2017), the sigmoid of each (DeepSeek-AI, 2024, "DeepSeek-V3"), or for each choice
+the softmax over the experts that are left and come close to the best of them (Liu et al., 2024, "GRIN"). A logit x
+comes close to the best one m if (m - x) / max(abs(x), m) is at most `Routing.margin`."""
 GroupScore: TypeAlias = Literal["max", "top2"]
 """How groups of experts are ranked: by their best expert (DeepSeek-AI, 2024, "DeepSeek-V2"), or by the sum of their two
 best (DeepSeek-V3)."""
@@ -45,6 +47,8 @@ class Routing:
     top_groups: int = 1
     """Number of groups among whose experts a token may choose."""
     group_score: GroupScore = "max"
+    margin: float = 0.0
+    """How far from the best expert others count, where the score is `sparsemixer`."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` unless every token has `top_k` experts to choose."""
@@ -56,3 +60,5 @@ class Routing:
             raise ValueError(f"top_k is {self.top_k}, of {self.experts // self.groups * self.top_groups} experts")
         if self.group_score == "top2" and self.groups > 1 and self.experts // self.groups < 2:
             raise ValueError(f"{self.groups} groups of {self.experts} experts have no two best experts each")
+        if self.score == "sparsemixer" and (self.groups > 1 or self.renormalise):
+            raise ValueError("weights of sparsemixer are of single choices, without groups and renormalisation")

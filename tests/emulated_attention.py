@@ -18,13 +18,14 @@ __all__ = ["emulated_decodes", "emulated_prefills"]
 
 def emulated_decodes(gpu: Any, kernels: Any) -> tuple[Any, ...]:
     """The ways to attend in decodes."""
-    kinds = {"fused": WholeDecodes, "even": EvenDecodes, "xqa": XqaDecodes}
+    kinds = {"fused": WholeDecodes, "even": EvenDecodes, "xqa": XqaDecodes, "split": SplitDecodes}
     return tuple(kinds[each.name](gpu, each) if each.name in kinds else each for each in kernels)
 
 
 def emulated_prefills(gpu: Any, kernels: Any) -> tuple[Any, ...]:
     """The ways to attend in prefills."""
-    return tuple(TilePrefills(gpu, each) if each.name == "tile" else each for each in kernels)
+    kinds = {"tile": TilePrefills, "grouped": GroupedPrefills}
+    return tuple(kinds[each.name](gpu, each) if each.name in kinds else each for each in kernels)
 
 
 class _Emulated:
@@ -37,15 +38,23 @@ class _Emulated:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
 
+    def check(self, shape: Any) -> None:
+        """Raise `Misuse` for heads that the kernel refuses."""
+        arch = importlib.import_module("headrace.ops.cuda.arch").Arch.of("cuda")
+        why = self._kernel.refuses(shape, arch)
+        demand(why is None, f"heads that the kernel refuses: {why}")
+
 
 class WholeDecodes(_Emulated):
     def open(self, shape: Any, inputs: Any, room: Any) -> Any:
+        self.check(shape)
         demand(not room.pdl or self._gpu.capability >= (9, 0), "launched dependently on a GPU that cannot")
         return self._steps.WholeStep(inputs, WholeAttention(self._gpu, shape), self._kernel.launch(pdl=room.pdl))
 
 
 class EvenDecodes(_Emulated):
     def open(self, shape: Any, inputs: Any, room: Any) -> Any:
+        self.check(shape)
         demand(self._gpu.capability >= (9, 0), "opened on a GPU without bulk copies")
         attention = room.keep("even", shape.window, lambda: EvenAttention(self._gpu, shape, room.most_rows))
         deal = importlib.import_module("headrace.ops.cuda.attention.kernels").DEAL
@@ -54,22 +63,33 @@ class EvenDecodes(_Emulated):
 
 class XqaDecodes(_Emulated):
     def open(self, shape: Any, inputs: Any, room: Any) -> Any:
+        self.check(shape)
         demand(self._gpu.capability[0] in (9, 10, 12), "XQA on a GPU that it does not know")
         return self._steps.DecodeStep(inputs, EachRow(self._gpu, shape, "decode: xqa"))
 
 
-class TilePrefills(_Emulated):
-    def open(self, shape: Any, device: torch.device, *, pdl: bool) -> Any:
-        demand(self._gpu.capability[0] == 9, "opened on another GPU than Hopper")
-        gpu, real = self._gpu, importlib.import_module("headrace.ops.cuda.attention.tile").TileAttention
+class SplitDecodes(_Emulated):
+    def open(self, shape: Any, inputs: Any, room: Any) -> Any:
+        demand(not room.pdl or self._gpu.capability >= (9, 0), "launched dependently on a GPU that cannot")
+        attention = EachRow(self._gpu, shape, "decode: split")
+        return self._steps.DecodeStep(inputs, attention, self._kernel.launch(pdl=room.pdl))
+
+
+class _TiledPrefills(_Emulated):
+    """A plan of tiles as it is, above the launch."""
+
+    def tiled(self, real: Any) -> Any:
+        """The class `real` with a slow launch."""
+        gpu, name = self._gpu, self._kernel.name
 
         class Tiles(real):  # type: ignore[misc,valid-type]
             @staticmethod
             def build(shape: Any) -> None:
                 """Nothing is compiled."""
 
-            def run(self, q: Tensor, kv: Tensor, out: Tensor, scales: Any = None) -> None:
-                jobs, pages = self._jobs_J4, self._pages
+            def run(self, q: Tensor, kv: Tensor, out: Tensor, scales: Any, sinks_H: Tensor | None = None) -> None:
+                jobs, pages, shape = self._jobs_J4, self._pages, self._shape
+                demand((sinks_H is not None) == shape.has_sinks, "sinks that are not those of the shape")
 
                 def work() -> None:
                     out.fill_(float("nan"))
@@ -77,12 +97,28 @@ class TilePrefills(_Emulated):
                         length = position + count
                         mine = pages[page : page - (-length // shape.page_size)]
                         out[token : token + count] = attend(
-                            q[token : token + count], kv, mine, length, scale=shape.scale, window=None
-                        )
+                            q[token : token + count], kv, mine, length, scale=shape.scale * scales.k,
+                            window=shape.window, v_scale=scales.v, cap=shape.cap, sinks_H=sinks_H,
+                        )  # fmt: skip
 
-                gpu.launch("prefill: tile", work)
+                gpu.launch(f"prefill: {name}", work)
 
-        return Tiles(shape, device, pdl=pdl)
+        return Tiles
+
+
+class TilePrefills(_TiledPrefills):
+    def open(self, shape: Any, device: torch.device, *, pdl: bool) -> Any:
+        self.check(shape)
+        demand(self._gpu.capability[0] == 9, "opened on another GPU than Hopper")
+        return self.tiled(importlib.import_module("headrace.ops.cuda.attention.tile").TileAttention)(
+            shape, device, pdl=pdl
+        )
+
+
+class GroupedPrefills(_TiledPrefills):
+    def open(self, shape: Any, device: torch.device, *, pdl: bool) -> Any:
+        grouped = importlib.import_module("headrace.ops.cuda.attention.grouped").GroupedAttention
+        return self.tiled(grouped)(shape, device, shared_bytes=99 << 10)
 
 
 class EachRow:
@@ -97,8 +133,9 @@ class EachRow:
     def check(self, inputs: Any) -> None:
         """Raise `Misuse` where the kernel would go wrong."""
 
-    def run(self, q: Tensor, kv: Tensor, inputs: Any, out: Tensor, scales: Any) -> None:
+    def run(self, q: Tensor, kv: Tensor, inputs: Any, out: Tensor, scales: Any, sinks_H: Tensor | None = None) -> None:
         shape = self._shape
+        demand((sinks_H is not None) == shape.has_sinks, "sinks that are not those of the shape")
 
         def work() -> None:
             if not len(inputs.seq_lens_B) == len(inputs.pages_BP) == len(q) or not q.is_contiguous():
@@ -107,7 +144,8 @@ class EachRow:
             for row, length in enumerate(inputs.seq_lens_B.tolist()):
                 out[row] = attend(
                     q[row : row + 1], kv, inputs.pages_BP[row], length,
-                    scale=shape.scale * scales.k, window=shape.window, v_scale=scales.v,
+                    scale=shape.scale * scales.k, window=shape.window, v_scale=scales.v, cap=shape.cap,
+                    sinks_H=sinks_H,
                 )[0]  # fmt: skip
 
         self._gpu.launch(self._name, work)
@@ -144,9 +182,10 @@ class WholeAttention:
 
     def run(
         self, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos_sin: Tensor, kv: Tensor, inputs: Any,
-        out: Tensor, scales: Any, *, eps: float, pdl: bool,
+        out: Tensor, scales: Any, sinks_H: Tensor | None, *, eps: float, pdl: bool,
     ) -> None:  # fmt: skip
         shape = self._shape
+        demand((sinks_H is not None) == shape.has_sinks, "sinks that are not those of the shape")
         heads, keys, size = shape.heads, shape.kv_heads, shape.page_size
 
         def work() -> None:
@@ -160,7 +199,8 @@ class WholeAttention:
             for row, length in enumerate(inputs.seq_lens_B.tolist()):
                 out[row] = attend(
                     q_BHD[row : row + 1], kv, inputs.pages_BP[row], length,
-                    scale=shape.scale * scales.k, window=shape.window, v_scale=scales.v,
+                    scale=shape.scale * scales.k, window=shape.window, v_scale=scales.v, cap=shape.cap,
+                    sinks_H=sinks_H,
                 ).flatten()  # fmt: skip
 
         self._gpu.launch("decode: fused", work)

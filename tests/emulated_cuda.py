@@ -466,8 +466,9 @@ class DecodeWrapper:
 
     def plan(
         self, indptr: Tensor, indices: Tensor, tails: Tensor, heads: int, kv_heads: int, head_dim: int, page_size: int,
-        *, window_left: int, sm_scale: float, **dtypes: Any,
+        *, window_left: int, sm_scale: float, logits_soft_cap: float | None, **dtypes: Any,
     ) -> None:  # fmt: skip
+        self._cap = logits_soft_cap
         self._paged_kv_indptr_buf.copy_(indptr)
         self._indices[: len(indices)].copy_(indices)
         self._tails.copy_(tails)
@@ -491,7 +492,7 @@ class DecodeWrapper:
                 pages = self._indices[starts[row] : starts[row + 1]]
                 out[row] = attend(
                     q[row : row + 1], kv, pages, length,
-                    scale=self._scale * k_scale, window=self._window, v_scale=v_scale,
+                    scale=self._scale * k_scale, window=self._window, v_scale=v_scale, cap=self._cap,
                 )[0]  # fmt: skip
 
         Kernel.gpu.launch("decode: fa2", work)
@@ -506,9 +507,11 @@ class PrefillWrapper:
 
     def plan(
         self, starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, heads: int, kv_heads: int, head_dim: int,
-        page_size: int, *, causal: bool, sm_scale: float, window_left: int, **dtypes: Any,
+        page_size: int, *, causal: bool, sm_scale: float, window_left: int, logits_soft_cap: float | None,
+        **dtypes: Any,
     ) -> None:  # fmt: skip
         Kernel.gpu.check()
+        self._cap = logits_soft_cap
         assert causal
         used = indptr.diff()
         lengths = ((used - 1) * page_size + last).tolist()
@@ -528,7 +531,7 @@ class PrefillWrapper:
                 here = slice(start, start + count)
                 out[here] = attend(
                     q[here], kv, torch.tensor(pages), length,
-                    scale=self._scale * k_scale, window=self._window, v_scale=v_scale,
+                    scale=self._scale * k_scale, window=self._window, v_scale=v_scale, cap=self._cap,
                 )  # fmt: skip
                 start += count
 

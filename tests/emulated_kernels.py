@@ -333,8 +333,9 @@ def norm_rope(at: SimpleNamespace) -> None:
 
 
 def attend(
-    q_NHD: Tensor, kv: Tensor, pages: Tensor, length: int, *, scale: float, window: int | None, v_scale: float = 1.0
-) -> Tensor:
+    q_NHD: Tensor, kv: Tensor, pages: Tensor, length: int, *, scale: float, window: int | None, v_scale: float = 1.0,
+    cap: float | None = None, sinks_H: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The last N positions of a row of `length` tokens, causal: float32 [N, H, D]; `kv` is `[pages, 2, T, K, D]`."""
     size, count, keys = kv.shape[2], len(q_NHD), kv.shape[3]
     first = 0 if window is None else max(length - count - window + 1, 0)  # the oldest token that any position sees
@@ -347,11 +348,17 @@ def attend(
     keys_KSD, values_KSD = (raw[:, part].flatten(0, 1)[begin:end].transpose(0, 1) for part in (0, 1))
     q_NKGD = q_NHD.float().unflatten(1, (keys, -1))
     scores_KRS = q_NKGD.transpose(0, 1).flatten(1, 2) @ keys_KSD.mT * scale  # rows are positions and heads of a group
+    if cap is not None:
+        scores_KRS = cap * torch.tanh(scores_KRS / cap)
     if count > 1:
         at, seen = torch.arange(length - count, length)[:, None], torch.arange(first, length)[None]
         hidden = seen > at if window is None else (seen > at) | (seen <= at - window)
         scores_KRS.masked_fill_(hidden.repeat_interleave(q_NKGD.shape[2], 0), -math.inf)
-    out_KRD = torch.softmax(scores_KRS, -1) @ values_KSD
+    if sinks_H is not None:
+        demand(len(sinks_H) == q_NHD.shape[1] and sinks_H.dtype == torch.float32, "sinks of another shape")
+        sinks_KR1 = sinks_H.view(keys, 1, -1).expand(-1, count, -1).reshape(keys, -1, 1)
+        scores_KRS = torch.cat((scores_KRS, sinks_KR1), -1)
+    out_KRD = torch.softmax(scores_KRS, -1)[..., : values_KSD.shape[1]] @ values_KSD
     return out_KRD.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2) * v_scale
 
 

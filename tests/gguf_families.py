@@ -69,12 +69,18 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
     "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
 }
 """`model_type` to `general.architecture`."""
-LIKE_LLAMA = ("llama", "mistral", "mixtral", "granite", "smollm3")
+LIKE_LLAMA = ("llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared", "smollm3")
 """Those whose queries and keys the converter puts into pairs side by side."""
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
-OWN_HEAD_SIZE = ("phi3", "glm", "granite")
+OWN_HEAD_SIZE = ("phi3", "glm", "granite", "granitemoe", "granitemoeshared")
 """Those whose converters do not write the size of a head."""
 
 
@@ -88,6 +94,9 @@ def random_model(model_type: str, **changes: Any) -> Any:
     for name, parameter in model.named_parameters():
         mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3 if "bias" in name else 0.12)
         torch.nn.init.normal_(parameter, mean, spread)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            torch.nn.init.normal_(buffer, 0.0, 0.3)
     return model
 
 
@@ -144,11 +153,38 @@ def gguf_of(model: Any) -> tuple[Metadata, Tensors, dict[str, str]]:
 def apart(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters by the names of published checkpoints, where gates and ups of experts are two stacks."""
     for name, parameter in state.items():
-        if name.endswith("experts.gate_up_proj"):
+        name = name.replace(".gate.moe_statics.", ".moe_statics.").replace("_correction_bias", "_correction.bias")
+        name = name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")
+        name = name.replace("block_sparse_moe.experts.", "mlp.experts.")
+        if ".mlp.experts." in name and ".mlp.router" not in name and "sinks" not in name and is_turned(state):
+            yield from turned(name, parameter)
+        elif name.endswith("sinks"):
+            yield name + ".weight", parameter
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            for role, half in zip(("gate", "up"), parameter.chunk(2, dim=0), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"mlp.shared_expert.{role}_proj"), half
+        elif name.endswith("experts.gate_up_proj"):
             for role, half in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up", role) + ".weight", half
         else:
             yield name + ".weight" * name.endswith("experts.down_proj"), parameter
+
+
+def is_turned(state: dict[str, torch.Tensor]) -> bool:
+    """Whether the experts are those of gpt-oss: stored [in, out], gates and ups in turn."""
+    return any(name.endswith("sinks") for name in state)
+
+
+def turned(name: str, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The converter's names and values of gpt-oss's experts and their biases."""
+    is_bias = name.endswith("_bias")
+    plain, kind = name.removesuffix("_bias"), ".bias" if is_bias else ".weight"
+    values = parameter if is_bias else parameter.transpose(-1, -2)
+    if plain.endswith("gate_up_proj"):
+        for role, first in (("gate", 0), ("up", 1)):
+            yield plain.replace("gate_up", role) + kind, values[:, first::2].contiguous()
+    else:
+        yield plain + kind, values.contiguous()
 
 
 def sizes(config: Any) -> Metadata:
@@ -167,11 +203,53 @@ def sizes(config: Any) -> Metadata:
     if config.model_type in ("qwen3_moe", "olmoe", "mixtral"):
         count = config.num_local_experts if config.model_type == "mixtral" else config.num_experts
         found |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
-    if config.model_type == "qwen3_moe":
+    if config.model_type in ("qwen3_moe", "qwen2_moe", "ernie4_5_moe", "glm4_moe"):
         found["expert_feed_forward_length"] = config.moe_intermediate_size
+    found |= of_experts(config)
     if config.model_type in LIKE_LLAMA:
         found |= {"rope.dimension_count": head_dim(config), "vocab_size": config.vocab_size}
     return found
+
+
+def of_experts(config: Any) -> Metadata:
+    """What the converters of some families with experts write of them."""
+    kind = config.model_type
+    if kind in ("granitemoe", "granitemoeshared"):
+        shared = getattr(config, "shared_intermediate_size", 0)
+        found = {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok}
+        return found | ({"expert_shared_feed_forward_length": shared} if shared else {})
+    if kind == "gpt_oss":
+        return {
+            "expert_count": config.num_local_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.intermediate_size,
+        }
+    if kind == "qwen2_moe":
+        return {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        }
+    if kind == "ernie4_5_moe":
+        return {
+            "expert_count": config.moe_num_experts,
+            "expert_used_count": config.moe_k,
+            "interleave_moe_layer_step": config.moe_layer_interval,
+            "leading_dense_block_count": config.moe_layer_start_index,
+            "expert_shared_count": config.moe_num_shared_experts,
+            "expert_shared_feed_forward_length": config.intermediate_size // config.num_key_value_heads,
+        }
+    if kind == "glm4_moe":
+        return {
+            "expert_count": config.n_routed_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_shared_count": config.n_shared_experts,
+            "leading_dense_block_count": config.first_k_dense_replace,
+            "expert_gating_func": 2,
+            "expert_weights_scale": float(config.routed_scaling_factor),
+            "expert_weights_norm": config.norm_topk_prob,
+        }
+    return {}
 
 
 def rope_metadata(config: Any) -> tuple[Metadata, Tensors]:
@@ -198,7 +276,7 @@ def rope_metadata(config: Any) -> tuple[Metadata, Tensors]:
         found |= {"rope.freq_base": base, "rope.scaling.type": "none", "rope.scaling.factor": 1.0}
         found |= {"rope.scaling.original_context_length": 262144, "context_length": 262144}
     part = rope.get("partial_rotary_factor", 1.0)
-    if config.model_type in ("phi3", "glm", "glm4"):
+    if config.model_type in ("phi3", "glm", "glm4", "glm4_moe"):
         found["rope.dimension_count"] = int(head_dim(config) * part)
     if config.model_type == "phi3":
         original = rope.get("original_max_position_embeddings", config.max_position_embeddings)
@@ -228,7 +306,7 @@ def special(config: Any) -> Metadata:
     """What the converter of one family writes."""
     kind, window = config.model_type, getattr(config, "sliding_window", None)
     windowed = [each == "sliding_attention" for each in getattr(config, "layer_types", None) or []]
-    if kind == "granite":
+    if kind in ("granite", "granitemoe", "granitemoeshared"):
         return {
             "attention.scale": config.attention_multiplier,
             "embedding_scale": config.embedding_multiplier,
@@ -247,6 +325,8 @@ def special(config: Any) -> Metadata:
         return {"attention.sliding_window": window or 0}
     if kind == "mistral":
         return {"attention.sliding_window": window} if window else {}
+    if kind == "gpt_oss":
+        return {"attention.sliding_window": window}
     if kind in ("olmo3", "exaone4") and window:
         return {"attention.sliding_window": window, "attention.sliding_window_pattern": windowed}
     return {}
@@ -270,7 +350,7 @@ def write_gguf(
     found = {}
     for name, values in tensors.items():
         its_kind = next((each for end, each in (kinds or {}).items() if name.endswith(end)), kind)
-        its_kind = its_kind if values.ndim == 2 else Kind.F32
+        its_kind = its_kind if values.ndim == 2 or (values.ndim == 3 and its_kind is Kind.MXFP4) else Kind.F32
         raw = encoded(values, its_kind, rng, most=2e-4)
         writer.add_tensor(name, raw, raw_dtype=its_kind)
         if (origin := origins.get(name)) is not None:

@@ -93,6 +93,7 @@ LAYER_NORMED: dict[str, Callable[[], Any]] = {
         new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
     ),
     "cohere": lambda: cohere(logit_scale=0.7, layer_norm_eps=1e-3),
+    "cohere, normed heads": lambda: cohere(use_qk_norm=True, logit_scale=0.7, layer_norm_eps=1e-3),
     "cohere with every bias": lambda: cohere(attention_bias=True, tie_word_embeddings=False, logit_scale=2.0),
     "cohere2, window in the middle layer": lambda: cohere2(
         sliding_window=WINDOW, layer_types=EVERY_OTHER, logit_scale=0.25

@@ -14,7 +14,7 @@ from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.rows import CpuRows
-from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops
+from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops, kv_layout
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
@@ -94,7 +94,7 @@ class ModelUnderTest:
         context = Context(1) if native else None
         sizes = {"page_size": size.page_size, "max_positions": size.max_context}
         ops = cpu_ops(spec, **sizes, dtype=dtype, products=products, context=context)
-        kv = next(iter(ops.values())).allocate_kv(spec.num_layers, size.num_pages)
+        kv = CpuKv.allocate(kv_layout(spec, ops), size.num_pages, dtype)
         return cls(Decoder(spec, weights, ops), ops, kv, size)
 
     def logits(

@@ -23,7 +23,7 @@ MAX_DIRECT_LIBRARIES = 15
 # Longer because it reads better so: a path, or path:function, with its own limit and the reason.
 EXCEPTIONS: dict[str, tuple[int, str]] = {
     "ops/cuda/adapters/alike.py:_expand_alike_kernel": (66, "one kernel is one launch"),
-    "ops/cuda/attention/decode.py:_fused_decode_kernel": (160, "one kernel is one launch"),
+    "ops/cuda/attention/decode.py:_fused_decode_kernel": (165, "one kernel is one launch"),
     "ops/cuda/adapters/expand.py:_expand_group_kernel": (70, "one kernel is one launch"),
     "ops/cuda/adapters/expand.py:_expand_row_kernel": (90, "one kernel is one launch"),
     "ops/cuda/fused.py:_norm_rope_kernel": (76, "one kernel is one launch"),

@@ -29,7 +29,7 @@ from headrace.engine.model.checkpoint.plan import all_parts
 from headrace.engine.model.checkpoint.weights import open_files
 from headrace.engine.model.experts import routing_of
 from headrace.engine.model.latent import has_latents, uniform_latents
-from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.spec import Attention, DecoderSpec
 from headrace.ops.formats import Dense
 from headrace.ops.quantise import Method, format_for
 
@@ -159,8 +159,8 @@ def _attention_flops(spec: DecoderSpec) -> int:
     if has_latents(spec):
         mixer = uniform_latents(spec)
         return 2 * spec.num_layers * mixer.heads * (mixer.cached_dim + mixer.latent_dim)
-    attention = spec.uniform_attention
-    return 4 * spec.num_layers * attention.heads * attention.head_dim
+    mixers = (layer.mixer for layer in spec.layers)
+    return sum(4 * mixer.heads * mixer.head_dim for mixer in mixers if isinstance(mixer, Attention))
 
 
 def model_cost(path: str, info: EngineInfo, quantize: Method | None = None, *, quantize_head: bool = False) -> Cost:

@@ -24,11 +24,12 @@ from headrace.engine.model.shared.device import Limits, fit
 from headrace.engine.model.shared.find_gpu import find_gpu
 from headrace.engine.model.shared.gpu_sizes import DTYPE, GRAPH_BYTES, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
 from headrace.engine.model.shared.gpu_sizes import FREE_SHARE as GPU_FREE_SHARE
+from headrace.engine.model.shared.heads import head_shape
 from headrace.engine.model.shared.memory import free_host_bytes
 from headrace.engine.model.spec import DecoderSpec, DenseFeed, FeedSpec, PlainFeed
+from headrace.engine.model.value_normed import has_normed_values
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import WeightPart
-from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.quantise import Method
 
@@ -204,13 +205,9 @@ def _gpu_capacity(
 
 
 def _gpu_page_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
-    if has_latents(spec):  # which no GPU runs yet: what its pages would take
+    if has_latents(spec) or has_normed_values(spec):  # which no GPU runs yet: what its pages would take
         return spec.cached_elements * PAGE_SIZE * DTYPE.itemsize
-    attention = spec.uniform_attention
-    shape = HeadShape(
-        heads=attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim, kv_dtype=kv_dtype(config)
-    )
-    return spec.num_layers * shape.page_bytes
+    return spec.num_layers * head_shape(spec.uniform_attention, kv_dtype=kv_dtype(config)).page_bytes
 
 
 def _activation_bytes(spec: DecoderSpec, limits: Limits) -> int:

@@ -104,6 +104,10 @@ class ModelFacts:
     """Bytes of all weights in the files."""
     active_bytes: int
     """Bytes of those that compute one token: of the experts, those that are chosen, and all others."""
+    unread: tuple[str, ...]
+    """Names of the parts of a multimodal model that are left unread, those for images or sound."""
+    unread_bytes: int
+    """Bytes of the weights of these parts, which `stored_bytes` leaves out."""
     devices: tuple[DeviceFacts, ...]
     problems: tuple[Problem, ...]
     """Why the model would not open on any device."""

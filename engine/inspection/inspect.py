@@ -46,6 +46,18 @@ class _Model(NamedTuple):
     """The model as transformers computes it; None where headrace's own code does."""
 
 
+class _Stored(NamedTuple):
+    """What the files hold."""
+
+    parts: tuple[WeightPart, ...] = ()
+    """Formats and bytes of the weights that are read; empty where the model is not known."""
+    nbytes: int = 0
+    """Bytes of these weights, or of all where the model is not known."""
+    unread: tuple[str, ...] = ()
+    """Names of the other parts of a multimodal model."""
+    unread_bytes: int = 0
+
+
 class _Found:
     """Facts as they are found, and the errors on the way, each once."""
 
@@ -75,18 +87,20 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
             source = found.attempt(lambda: files.enter_context(GgufFile(path)))
         model = None if source is None else _described(source, config, found)
         spec, foreign = (None, None) if model is None else (model.spec, model.foreign)
-        stored, stored_bytes = ((), 0) if source is None else _stored(source, spec, foreign, found)
+        stored = _Stored() if source is None else _stored(source, spec, foreign, found)
         if isinstance(source, Path) and spec is not None:
             found.attempt(lambda: check_folder(source))
-        devices = _devices(config, spec, (foreign or source) if stored else None, found)
+        devices = _devices(config, spec, (foreign or source) if stored.parts else None, found)
     return ModelFacts(
         model=config.model,
         path=None if path is None else str(path),
         shape=None if model is None else model.shape,
         fallback=None if foreign is None else foreign.why,
-        stored=stored,
-        stored_bytes=stored_bytes,
-        active_bytes=_active(stored, stored_bytes, spec),
+        stored=stored.parts,
+        stored_bytes=stored.nbytes,
+        active_bytes=_active(stored.parts, stored.nbytes, spec),
+        unread=stored.unread,
+        unread_bytes=stored.unread_bytes,
         devices=tuple(devices),
         problems=tuple(dict.fromkeys(found.problems)),
     )
@@ -117,21 +131,24 @@ def _described(source: GgufFile | Path, options: EngineConfig, found: _Found) ->
 
 def _stored(
     source: GgufFile | Path, spec: DecoderSpec | EncoderSpec | None, foreign: ForeignModel | None, found: _Found
-) -> tuple[tuple[WeightPart, ...], int]:
+) -> _Stored:
     """Return formats and bytes of the weights in the files, and their sum; of an unknown model the sum alone."""
 
-    def look() -> tuple[tuple[WeightPart, ...], int]:
+    def look() -> _Stored:
         with ExitStack() as opened:
             files = open_files(source, opened)
             total = sum(map(files.nbytes, files.shapes))
             if foreign is not None and isinstance(files, SafetensorsFolder):
-                return foreign.parts(files.weight_dtype(next(iter(files.shapes)))), total
+                return _Stored(foreign.parts(files.weight_dtype(next(iter(files.shapes)))), total)
             if not isinstance(spec, DecoderSpec):
-                return _of_encoder(files, spec), total
-            parts = parts_in_files(Inventory(files, spec, checks=False), spec)
-            return parts, sum(part.nbytes for part in parts)
+                return _Stored(_of_encoder(files, spec), total)
+            inventory = Inventory(files, spec, checks=False)
+            parts = parts_in_files(inventory, spec)
+            held = {name.removeprefix("model.").partition(".")[0] for name in inventory.others}
+            unread = tuple(part for part in spec.names.others if part in held)
+            return _Stored(parts, sum(part.nbytes for part in parts), unread, sum(map(files.nbytes, inventory.others)))
 
-    return found.attempt(look) or ((), 0)
+    return found.attempt(look) or _Stored()
 
 
 def _active(stored: Sequence[WeightPart], total: int, spec: DecoderSpec | EncoderSpec | None) -> int:

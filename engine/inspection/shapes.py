@@ -8,19 +8,19 @@ from headrace.engine.inspection.facts import ModelShape
 from headrace.engine.model.encoder.spec import EncoderSpec
 from headrace.engine.model.experts import routing_of
 from headrace.engine.model.latent import has_latents, uniform_latents
-from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.spec import Attention, DecoderSpec
 
 __all__ = ["shape_of_config", "shape_of_decoder", "shape_of_encoder", "shape_of_header"]
 
 
 def shape_of_decoder(spec: DecoderSpec, family: object) -> ModelShape:
-    """Return the shape of a decoder of the family `family`."""
+    """Return the shape of a decoder of the family `family`; where layers have other heads, with those of the first."""
     routing = routing_of(spec)
     if has_latents(spec):
         latents = uniform_latents(spec)
         heads, kv_heads, head_size = latents.heads, latents.heads, latents.plain_dim + latents.rotated_dim
     else:
-        attention = spec.uniform_attention
+        attention = next(kind for kind in spec.mixer_kinds if isinstance(kind, Attention))
         heads, kv_heads, head_size = attention.heads, attention.kv_heads, attention.head_dim
     return ModelShape(
         kind="decoder",

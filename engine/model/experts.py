@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final, Literal
 
-from headrace.engine.model.roles import Fused, Part, matrix
-from headrace.engine.model.spec import DecoderSpec, FeedSpec
+from headrace.engine.model.roles import Fused, Part, matrix, norm
+from headrace.engine.model.spec import DecoderSpec, DenseFeed, FeedSpec
 from headrace.ops.routing import ExpertActivation, Routing
 from headrace.ops.stream import Activation
 
-__all__ = ["ROUTER", "ExpertsFeed", "SharedExpert", "down_of", "gate_up_of", "is_of_expert", "routing_of"]
+__all__ = [
+    "ROUTER",
+    "ExpertsBesideDense",
+    "ExpertsFeed",
+    "SharedExpert",
+    "down_of",
+    "gate_up_of",
+    "is_of_expert",
+    "routing_of",
+]
 
 ROUTER: Final = "router_XE"
 """Name of a router's weight in `SublayerWeights`."""
@@ -34,6 +43,8 @@ class SharedExpert:
     gated: bool = False
     """Whether its result is multiplied by the sigmoid of one more product of its input."""
     activation: Activation = "silu"
+    gate_dims: Literal[1, 2] = 2
+    """Dimensions of the checkpoint's tensor of that product, [E] or [1, E]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,8 @@ class ExpertsFeed(FeedSpec):
     shared: SharedExpert | None = None
     biased: bool = False
     """Whether router, gates, ups and results have biases, stored as in gpt-oss: each gate's beside its up's."""
+    has_biases_apart: bool = False
+    """Whether those of gates and of ups are stored in tensors of their own, as in GGUF files."""
     correction_dims: Literal[0, 1, 2] = 0
     """Dimensions of the checkpoint's tensor of corrections, [X] or [1, X], which are added to scores for the choice
     alone; 0 for a model without."""
@@ -54,6 +67,31 @@ class ExpertsFeed(FeedSpec):
     def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
         """Return the router's product, those of each expert, and those of the shared one."""
         return _parameters(self, hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsBesideDense(ExpertsFeed):
+    """Experts beside a dense feed, whose results are normed and added; what the router reads has a norm of its own.
+
+    Gemma Team (2026), Gemma 4, as transformers computes it (`models/gemma4`).
+    """
+
+    dense: DenseFeed = field(kw_only=True)
+
+    def parameters(self, hidden_size: int) -> Mapping[str, Fused]:
+        """Return the parameters of the experts, those of the dense feed, and the norms between them.
+
+        The router has the weight of its norm, and a factor of each expert's weight.
+        """
+        found = {**_parameters(self, hidden_size), **self.dense.parameters(hidden_size)}
+        for name in ("dense_result_norm", "experts_norm", "experts_result_norm"):
+            found[f"{name}_E"] = norm(**{name: hidden_size})
+        for name, part, size in (
+            ("router_norm_E", "scale", hidden_size),
+            ("expert_scales_X", "per_expert_scale", self.routing.experts),
+        ):
+            found[name] = Fused((Part(f"router_input.{part}", size),), None, is_norm=True, in_float32=True)
+        return found
 
 
 @lru_cache(maxsize=8)
@@ -66,7 +104,10 @@ def _parameters(feed: ExpertsFeed, hidden_size: int) -> Mapping[str, Fused]:
         found["correction"] = Fused((Part("correction.e_score_correction_bias", rows),), columns, in_float32=True)
     if feed.biased:
         found["router_bias_X"] = Fused((Part("router.bias", count),), None, in_float32=True)
-        for name, columns in (("gate_up_proj_bias", 2 * feed.size), ("down_proj_bias", hidden_size)):
+        widths = {"gate_up_proj_bias": 2 * feed.size, "down_proj_bias": hidden_size}
+        if feed.has_biases_apart:
+            widths = {"gate_proj_bias": feed.size, "up_proj_bias": feed.size, "down_proj_bias": hidden_size}
+        for name, columns in widths.items():
             found[name] = Fused((Part(f"experts.{name}", count),), columns, in_float32=True)
     gate_up = matrix(hidden_size, expert_gate=feed.size, expert_up=feed.size)
     down = matrix(feed.size, expert_down=hidden_size)
@@ -76,7 +117,10 @@ def _parameters(feed: ExpertsFeed, hidden_size: int) -> Mapping[str, Fused]:
         found["shared_gate_up"] = matrix(hidden_size, shared_gate=shared.size, shared_up=shared.size)
         found["shared_down"] = matrix(shared.size, shared_down=hidden_size)
         if shared.gated:
-            found["shared_switch_1E"] = replace(matrix(hidden_size, shared_switch=1), in_float32=True)
+            switch = matrix(hidden_size, shared_switch=1)
+            if shared.gate_dims == 1:
+                switch = Fused((Part("shared_switch.weight", hidden_size),), None)
+            found["shared_switch_1E"] = replace(switch, in_float32=True)
     return MappingProxyType(found)
 
 

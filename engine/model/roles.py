@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 __all__ = ["Fused", "Names", "Part", "Rotated", "bias", "head_norm_roles", "matrix", "norm"]
@@ -110,9 +110,11 @@ class Names:
     layer_prefix: str
     """Prefix of a layer's tensors, with `{}` for the layer's number."""
     roles: Mapping[str, str]
-    """Name of each role, that of an expert's with `{}` for the expert's number."""
+    """Name of each role, that of an expert's with `{}` for the expert's number; empty for what a layer itself has."""
     harmless: re.Pattern[str]
     """Names that may be left over: they hold only what is computed from the spec."""
+    whole: Mapping[str, str] = field(default_factory=dict)
+    """Names within a layer of tensors that are not called by their role and kind, by both, such as `q.weight`."""
     kv_scales: tuple[str, ...] = ()
     """Names that the scales of an 8-bit cache may have within a layer, with `{0}` for `k` or `v`."""
     interleaved: bool = False
@@ -129,7 +131,16 @@ class Names:
     transposed: frozenset[str] = frozenset()
     """Roles whose matrices are stored [in, out]."""
     prefix: str = "model."
-    """Beginning of most names, which a checkpoint lacks that was saved without the class that holds the head."""
+    """Beginning of most names, which a checkpoint lacks that was saved without the class that holds the head; empty
+    once it is known to be one."""
+    later: Mapping[str, str] = field(default_factory=dict)
+    """Names that some roles have in checkpoints of transformers 5 that are not written in their former format; the
+    first one's tensor tells."""
+    homes: tuple[tuple[str, str], ...] = ()
+    """Beginnings that names may have in place of `prefix`, each with what then stands before the name of the head:
+    those of a text part within a larger model. Empty for a model of text alone."""
+    others: tuple[str, ...] = ()
+    """Names of the other parts of a larger model, whose tensors are left unread."""
     is_peft: bool = True
     """Whether adapters of the model name its modules so, too; otherwise they name them as those of Llama."""
 
@@ -137,8 +148,10 @@ class Names:
         """Return the checkpoint's name of a part."""
         role, kind = part.role.split(".")
         prefix = "" if part.layer is None else self.layer_prefix.format(part.layer)
+        if part.role in self.whole:
+            return prefix + self.whole[part.role]
         name = self.roles[role] if part.expert is None else self.roles[role].format(part.expert)
-        return f"{prefix}{name}.{kind}"
+        return f"{prefix}{name}.{kind}" if name else prefix + kind
 
     def stored(self, fused: Fused) -> Fused:
         """Return a parameter as a checkpoint with these names stores it: from fewer parts where some are joined."""
@@ -160,10 +173,48 @@ class Names:
         role, kind = part.role.split(".")
         return kind == "weight" and role in self.transposed
 
+    def found_in(self, tensors: Collection[str]) -> Names:
+        """Return the names as a checkpoint with these tensors spells them.
+
+        They may lack the prefix or stand within a home, and some roles may have their later names.
+        """
+        if self.later:
+            telling = f".{next(iter(self.later.values()))}.weight"
+            is_later = any(name.endswith(telling) for name in tensors)
+            roles = {**self.roles, **self.later} if is_later else self.roles
+            return replace(self, roles=roles, later={}).found_in(tensors)
+        if not self.homes:
+            return self if any(name.startswith(self.prefix) for name in tensors) else self.bare()
+        candidates = [self._at_home(*each) for each in self.homes]
+        held = (each for each in candidates if any(name.startswith(each.roles["embedding"] + ".") for name in tensors))
+        return next(held, candidates[0])
+
+    def is_other(self, tensor: str) -> bool:
+        """Return whether a tensor belongs to another part of a larger model."""
+        name = tensor.removeprefix("model.")
+        return any(name == part or name.startswith(f"{part}.") for part in self.others)
+
+    def _at_home(self, home: str, before_head: str) -> Names:
+        """Return the names within a larger model."""
+
+        def moved(name: str) -> str:
+            return home + name.removeprefix(self.prefix) if name.startswith(self.prefix) else name
+
+        roles = {role: moved(name) for role, name in self.roles.items()}
+        beginnings = "|".join(map(re.escape, (home, before_head)))
+        return replace(
+            self,
+            layer_prefix=moved(self.layer_prefix),
+            roles=roles | {"head": before_head + roles["head"]},
+            harmless=re.compile(f"(?:{beginnings})(?:{self.harmless.pattern})"),
+            prefix=home,
+        )
+
     def bare(self) -> Names:
         """Return the names of a checkpoint that was saved without the prefix."""
         return replace(
             self,
             layer_prefix=self.layer_prefix.removeprefix(self.prefix),
             roles={role: name.removeprefix(self.prefix) for role, name in self.roles.items()},
+            prefix="",
         )

@@ -22,7 +22,20 @@ if TYPE_CHECKING:
 
     Pairs: TypeAlias = NDArray[np.float64]
 
-__all__ = ["UNROTATED", "Divided", "Linear", "Llama3", "LongRope", "Rope", "RopeScaling", "Yarn", "head_places"]
+__all__ = [
+    "UNROTATED",
+    "Divided",
+    "Linear",
+    "Llama3",
+    "LongRope",
+    "Proportional",
+    "PositionTable",
+    "QueryGrowth",
+    "Rope",
+    "RopeScaling",
+    "Yarn",
+    "head_places",
+]
 
 
 class RopeScaling(ABC):
@@ -39,6 +52,10 @@ class RopeScaling(ABC):
             theta: Base of these frequencies.
             context: Most tokens of a prompt and its completion together.
         """
+
+    def magnitude(self, context: int) -> float | None:
+        """Return the factor of cosines and sines that goes with the context; None for `Rope.magnitude`."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +142,35 @@ class LongRope(RopeScaling):
     long: tuple[float, ...]
     original_context: int
     """Most tokens for which `short` is used."""
+    magnitudes: tuple[float, float] | None = None
+    """Factors of cosines and sines with `short` and with `long`; None for `Rope.magnitude` with both."""
 
     def scaled(self, frequencies: Pairs, theta: float, context: int) -> Pairs:
         """Return frequencies divided by the divisors for `context`."""
         divisors = self.long if context > self.original_context else self.short
         return frequencies / np.asarray(divisors, dtype=np.float64)
+
+    def magnitude(self, context: int) -> float | None:
+        """Return the factor of cosines and sines of a model that runs with `context` tokens; None for the rope's."""
+        return None if self.magnitudes is None else self.magnitudes[context > self.original_context]
+
+
+@dataclass(frozen=True, slots=True)
+class Proportional(RopeScaling):
+    """A part of the pairs rotated, with the frequencies that they have in a head that is rotated as a whole.
+
+    Gemma Team (2026), Gemma 4, as transformers computes it (`proportional` in `modeling_rope_utils`).
+    """
+
+    part: float
+    """Part of the pairs that are rotated, the first ones."""
+    factor: float = 1.0
+    """Divisor of their frequencies."""
+
+    def scaled(self, frequencies: Pairs, theta: float, context: int) -> Pairs:
+        """Return the first frequencies, divided, and zeros behind them."""
+        rotated = np.arange(len(frequencies)) < int(self.part * 2 * len(frequencies) // 2)
+        return np.where(rotated, frequencies / self.factor, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +180,32 @@ class _Still(RopeScaling):
     def scaled(self, frequencies: Pairs, theta: float, context: int) -> Pairs:
         """Return zeros."""
         return np.zeros_like(frequencies)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Factor 1 + rate ln(1 + floor(position / context)) of queries, by which attention stays sharp over many tokens.
+
+    Meta AI (2025), "The Llama 4 herd", which has it in layers without rotation; Ministral 3 has it in all.
+    """
+
+    rate: float
+    context: int
+    """Number of first positions whose factor is 1."""
+
+    def factors(self, positions: int) -> NDArray[np.float32]:
+        """Return the factors of the positions from 0 on, float32 [positions]."""
+        steps = np.arange(positions) // self.context
+        return (1.0 + self.rate * np.log1p(steps)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class PositionTable:
+    """Learned embeddings of positions, which are added to those of tokens (Gehring et al., 2017)."""
+
+    rows: int
+    offset: int = 0
+    """Row of position 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +229,11 @@ class Rope:
         if self.scaling is not None:
             frequencies = self.scaling.scaled(frequencies, self.theta, context)
         return frequencies.astype(np.float32)
+
+    def magnitude_within(self, context: int) -> float:
+        """Return the factor of cosines and sines of a model that runs with `context` tokens at most."""
+        own = None if self.scaling is None else self.scaling.magnitude(context)
+        return self.magnitude if own is None else own
 
 
 def head_places(head_dim: int, rotary_dim: int, *, interleaved: bool) -> NDArray[np.int64] | None:

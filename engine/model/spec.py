@@ -15,7 +15,8 @@ from typing import ClassVar, Final
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.norms import Norms
 from headrace.engine.model.roles import Fused, Names, Part, bias, head_norm_roles, matrix, norm
-from headrace.engine.model.rope import Rope
+from headrace.engine.model.rope import PositionTable, QueryGrowth, Rope
+from headrace.engine.model.tail import LayerTail, PerLayerEmbedding
 from headrace.ops.stream import Activation, PlainActivation
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "Paged",
     "PerRow",
     "PlainFeed",
-    "PositionTable",
     "SinkAttention",
     "SoftcappedAttention",
 ]
@@ -56,6 +56,8 @@ class Paged:
     """Elements that each token adds: its key and its value in all heads."""
     window: int | None = None
     """Number of last tokens whose state is read, the newest included; None for all."""
+    source: int | None = None
+    """Number of an earlier layer whose state is read, so that `elements` is 0; None for a state of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,8 @@ class Attention(MixerSpec):
     o_bias: bool = False
     scale: float | None = None
     """Factor of the scores; None for 1 / sqrt(head_dim)."""
+    growth: QueryGrowth | None = None
+    """Factor of queries that grows with their position; None for none."""
     rotary_dim: int | None = None
     """Number of first elements of each head that are rotated; None for all."""
     interleaved: bool = False
@@ -128,7 +132,8 @@ class Attention(MixerSpec):
     @property
     def has_steps_before_attention(self) -> bool:
         """Whether queries and keys pass operations of their own between their product and attention."""
-        return self.qk_norm_across_heads or self.qk_layer_norm or self.early_rope is not None
+        norms = self.qk_norm_across_heads or self.qk_layer_norm
+        return norms or self.early_rope is not None or self.growth is not None
 
     @property
     def rotated_dim(self) -> int:
@@ -233,22 +238,16 @@ class LayerSpec:
     mixer: MixerSpec
     feed: FeedSpec
     norms: Norms
+    tail: LayerTail | None = None
+    """What follows the feed; None where the layer ends with it."""
 
     def parameters(self, hidden_size: int) -> tuple[dict[str, Fused], dict[str, Fused]]:
-        """Return the parameters of mixer and feed by their names in `SublayerWeights`, norms first."""
+        """Return the parameters of mixer and feed by their names in `SublayerWeights`, norms first, a tail last."""
+        tail = {} if self.tail is None else self.tail.parameters(hidden_size)
         return (
             {**self.norms.parameters(hidden_size, "mixer"), **self.mixer.parameters(hidden_size)},
-            {**self.norms.parameters(hidden_size, "feed"), **self.feed.parameters(hidden_size)},
+            {**self.norms.parameters(hidden_size, "feed"), **self.feed.parameters(hidden_size), **tail},
         )
-
-
-@dataclass(frozen=True, slots=True)
-class PositionTable:
-    """Learned embeddings of positions, which are added to those of tokens (Gehring et al., 2017)."""
-
-    rows: int
-    offset: int = 0
-    """Row of position 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +281,8 @@ class DecoderSpec:
     """Whether the output head adds a bias to the logits."""
     positions: PositionTable | None = None
     """Learned embeddings of positions; None without."""
+    per_layer: PerLayerEmbedding | None = None
+    """Embeddings that each layer has for itself; None without."""
     checkpoint_dtype: str | None = None
     """Dtype `float32`, `bfloat16` or `float16` if the config names it; None for GGUF, whose tensors differ."""
 
@@ -328,7 +329,7 @@ class DecoderSpec:
         """The different mixers of a model whose layers all attend with heads of one number and size.
 
         Raises:
-            ModelRejected: A layer has other heads, or no attention: one paged cache cannot hold it.
+            ModelRejected: A layer has other heads, or no attention: a GPU's cache cannot hold it.
         """
         found: list[Attention] = []
         for mixer in self.mixer_kinds:
@@ -350,18 +351,6 @@ class DecoderSpec:
         """Elements that each token adds to the cache, over all layers."""
         states = (layer.mixer.state for layer in self.layers)
         return sum(state.elements for state in states if isinstance(state, Paged))
-
-    @property
-    def softmax_kinds(self) -> tuple[Attention, ...]:
-        """The same as `attention_kinds`, of a model whose scores become weights by softmax alone.
-
-        Raises:
-            ModelRejected: A layer's attention is a variant, or the same errors as from `attention_kinds`.
-        """
-        for attention in self.attention_kinds:
-            if attention.scores != Attention.scores:
-                refuse(self.architecture, "the scores of a layer's attention", attention.scores, Attention.scores)
-        return self.attention_kinds
 
     @property
     def uniform_attention(self) -> Attention:

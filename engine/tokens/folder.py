@@ -26,6 +26,7 @@ _TEMPLATE_BYTES: Final = 1 << 20
 _MOST_TEMPLATES: Final = 64
 _TEMPLATES: Final = "additional_chat_templates"
 _SETTINGS: Final = "tokenizer_config.json"
+_TEMPLATE: Final = "chat_template.json"
 _SPECIAL: Final = "special_tokens_map.json"
 _ADDED: Final = "added_tokens.json"
 _VOCABULARY: Final = re.compile(r"\.(json|txt|model)$|\.model\.")
@@ -41,6 +42,7 @@ TOKENIZER_FILES: Final = {
     "config.json": _SETTINGS_BYTES,
     "generation_config.json": _SETTINGS_BYTES,
     "chat_template.jinja": _TEMPLATE_BYTES,
+    _TEMPLATE: _TEMPLATE_BYTES,
 }
 """Files that define a tokenizer, with the most bytes that each may have."""
 _FOREIGN: Final = {
@@ -88,7 +90,7 @@ def load_folder(folder: Path) -> Any:
 
     if is_whole:
         # The file defines everything; the class that tokenizer_config names might rebuild it by rules of its own.
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        return _with_template(PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True), folder)
     backend = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not isinstance(backend, PreTrainedTokenizerFast):
         raise ModelRejected(
@@ -96,6 +98,13 @@ def load_folder(folder: Path) -> Any:
             field="tokenizer",
             value=str(folder),
         )
+    return _with_template(backend, folder)
+
+
+def _with_template(backend: Any, folder: Path) -> Any:
+    """Return a tokenizer with the chat template that a multimodal model keeps in a file of its own, if it has none."""
+    if not backend.chat_template:
+        backend.chat_template = _read_json(folder / _TEMPLATE).get("chat_template")
     return backend
 
 
@@ -109,14 +118,18 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def folder_eos_ids(folder: Path) -> list[int]:
-    """Return `eos_token_id` of generation_config.json, else of config.json.
+    """Return `eos_token_id` of generation_config.json, else of config.json or of its text part.
 
     Raises:
         ModelRejected: A file is damaged, too large or not a regular one, or the value is neither an id nor a list of
             ids.
     """
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
+        found = _read_json(folder / name)
+        inside = found.get("text_config")
+        value = found.get("eos_token_id")
+        if value is None and isinstance(inside, dict):
+            value = inside.get("eos_token_id")
         if value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(type(index) is int and 0 <= index < 1 << 32 for index in ids):

@@ -25,6 +25,7 @@ __all__ = ["answers"]
 
 _NODES: Final = 25_000  # in the syntax tree of a template
 _REASON: Final = 500  # characters
+_KINDS: Final = frozenset(("string", "iterable", "sequence", "mapping"))
 _ADDING: Final = (nodes.Add, nodes.Concat, nodes.Output)
 _KEPT: Final = 128 << 20  # bytes of address space that may stay in use for the next line
 
@@ -79,6 +80,8 @@ class _Needs(NamedTuple):
     """Whether, beside that, it asks if a content is None: then that of a message with calls alone is None."""
     tools_in_message: bool
     """Whether it adds the tools of a message to other text, as Phi-4-mini's does, and reads no tools but those."""
+    parts: bool
+    """Whether it goes through the parts of a content without asking if that is a text, as Llava's and SmolVLM's do."""
 
     @classmethod
     def of(cls, tree: nodes.Node) -> _Needs:
@@ -88,19 +91,36 @@ class _Needs(NamedTuple):
         asks = any(isinstance(parent, nodes.Test) and parent.name == "none" for parent in _lookups(tree, "content"))
         adds = any(isinstance(parent, _ADDING) for parent in _lookups(tree, "tools"))
         reads = any(name.name == "tools" for name in tree.find_all(nodes.Name))
-        return cls(text_arguments, text_arguments and asks, adds and not reads)
+        return cls(text_arguments, text_arguments and asks, adds and not reads, _goes_through_parts(tree))
+
+
+def _goes_through_parts(tree: nodes.Node) -> bool:
+    """Return whether a template has a loop over a content, and no test of what a content is."""
+    contents = _lookups(tree, "content")
+    if any(isinstance(parent, nodes.Test) and parent.name in _KINDS for parent in contents):
+        return False
+    for loop in tree.find_all(nodes.For):
+        over = loop.iter
+        while isinstance(over, nodes.Filter) and over.node is not None:
+            over = over.node
+        if _looks_up(over, "content"):
+            return True
+    return False
 
 
 def _lookups(tree: nodes.Node, name: str) -> list[nodes.Node]:
     """Return the node around each place where `name` is looked up in a value."""
     found: list[nodes.Node] = []
     for parent in tree.find_all(nodes.Node):
-        for child in parent.iter_child_nodes():
-            key = child.arg if isinstance(child, nodes.Getitem) else None
-            by_key = isinstance(key, nodes.Const) and key.value == name
-            if by_key or (isinstance(child, nodes.Getattr) and child.attr == name):
-                found.append(parent)
+        found += (parent for child in parent.iter_child_nodes() if _looks_up(child, name))
     return found
+
+
+def _looks_up(node: nodes.Node, name: str) -> bool:
+    """Return whether a node is the lookup of `name` in a value."""
+    key = node.arg if isinstance(node, nodes.Getitem) else None
+    by_key = isinstance(key, nodes.Const) and key.value == name
+    return by_key or (isinstance(node, nodes.Getattr) and node.attr == name)
 
 
 def _with_text(call: Any) -> Any:
@@ -116,6 +136,12 @@ def _with_tools(messages: list[Any], tools: list[Any]) -> list[Any]:
     first = messages[0] if messages[0]["role"] == "system" else {"role": "system", "content": ""}
     rest = messages[1:] if first is messages[0] else messages
     return [first | {"tools": _to_json([tool["function"] for tool in tools])}, *rest]
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose text is the one part of its content."""
+    content = message.get("content")
+    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _render(template: Template, values: dict[str, Any], most: int) -> str:
@@ -157,7 +183,7 @@ class _Renderer:
         self._most = most
         self._template: Template | None = None
         self._names: dict[str, Any] = {}
-        self._needs = _Needs(False, False, False)
+        self._needs = _Needs(False, False, False, False)
 
     def answer(self, line: bytes) -> bytes:
         """Return the answer to a line, without a line feed."""
@@ -187,6 +213,8 @@ class _Renderer:
             messages = _with_tools(messages, tools)
         if self._needs.text_arguments:
             messages = [self._adapted(message) if message.get("tool_calls") else message for message in messages]
+        if self._needs.parts:
+            messages = list(map(_in_parts, messages))
         known = {**self._names, "messages": messages, "tools": tools, "documents": None}
         return _render(self._template, {**values, **known}, self._most)
 

@@ -52,6 +52,10 @@ _KNOWN: Final[tuple[tuple[str, ReasoningTags], ...]] = (
         ),
     ),
     (
+        "<|channel>thought",  # Gemma 4
+        ReasoningTags(("<|channel>thought\n", "<|channel>thought"), ("<channel|>",), keeps_special_tokens=True),
+    ),
+    (
         "<seed:think>",
         ReasoningTags(
             ("<seed:think>",),

@@ -17,6 +17,7 @@ from headrace.engine.tools.formats.cohere import Cohere
 from headrace.engine.tools.formats.deepseek import DeepSeekV3, DeepSeekV31
 from headrace.engine.tools.formats.fences import ToolCode
 from headrace.engine.tools.formats.functions import Qwen3Coder, SeedOss
+from headrace.engine.tools.formats.gemma import Gemma4
 from headrace.engine.tools.formats.glm import Glm4, Glm45
 from headrace.engine.tools.formats.harmony import Harmony
 from headrace.engine.tools.formats.hermes import Hermes
@@ -49,6 +50,7 @@ _formats: dict[str, type[ToolParser]] = {
     "hunyuan_a13b": Hunyuan,
     "cohere": Cohere,
     "harmony": Harmony,
+    "gemma4": Gemma4,
 }
 
 

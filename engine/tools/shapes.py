@@ -26,14 +26,16 @@ class CallShape:
 
     In style `json` the arguments are one JSON object. In style `keywords` they are `name=value` for each property that
     is present, separated by ", ", with values as Python writes them. In style `tagged` each property that is present
-    is written between `tags`, in the order of the schema: strings as they are, and all else as JSON.
+    is written between `tags`, in the order of the schema: strings as they are, and all else as JSON. In style `marked`
+    they are `name:value` for each property that is present, separated by ",", with strings as they are between marks
+    `<|"|>`, names of inner properties bare, and all else as JSON.
     """
 
     name: str
     before: str
     schema: dict[str, Any]
     after: str
-    style: Literal["json", "keywords", "tagged"] = "json"
+    style: Literal["json", "keywords", "tagged", "marked"] = "json"
     tags: ArgumentTags | None = None
 
 

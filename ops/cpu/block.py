@@ -18,7 +18,7 @@ from torch.nn import functional
 from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.experts import CpuExperts
 from headrace.ops.cpu.head import CpuHead
-from headrace.ops.cpu.kv import CpuKv
+from headrace.ops.cpu.kv import CpuKv, KvLayout, PageShape
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.norms import layer_norm, layer_norm_heads, rms_norm
 from headrace.ops.cpu.pieces import Pieces
@@ -49,7 +49,9 @@ class CpuOps:
     token attends to the last `window` tokens, itself included (all if None). `scale` multiplies scores (default
     `D ** -0.5`), and `weigh` turns scores into weights of values (default: softmax, beside sinks if `has_sinks`).
     `dtype` is that of activations, keys and values: bfloat16 or float32. `products` are the kernels for products by
-    weights, in order of preference. `early` is a second pair of tables, for `rotate`.
+    weights, in order of preference. `early` is a second pair of tables, for `rotate`, and `growth_P` one of the factors
+    of queries, for `grow`. With `only_queries` layers read the keys and values of an earlier one, so that tokens have
+    queries alone.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class CpuOps:
         has_sinks: bool = False,
         products: Sequence[CpuKernel] = PRODUCTS,
         early: tuple[Tensor, Tensor] | None = None,
+        growth_P: Tensor | None = None,
+        only_queries: bool = False,
     ) -> None:
         if heads % kv_heads:
             raise ValueError(f"{heads} query heads do not share {kv_heads} key heads evenly")
@@ -81,7 +85,8 @@ class CpuOps:
         # x * cos + roll(x, D / 2) * sin is the rotation when the first half of sin is negative.
         self._cos_1D = torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1)
         self._sin_1D = torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1)
-        self._early = early
+        self._early, self._growth_P, self._only_queries = early, growth_P, only_queries
+        self._ones_D = torch.ones(head_dim)
         is_softmax = weigh is None and not has_sinks
         self._pieces = Pieces(kv_heads, head_dim, page_size, dtype, window=window, fuses=is_softmax)
 
@@ -98,14 +103,14 @@ class CpuOps:
 
     # --- pages
 
-    def page_bytes(self, num_layers: int) -> int:
-        """Return the memory of one page over all layers, in bytes."""
-        return num_layers * self._pieces.plane_bytes
+    @property
+    def page_shape(self) -> PageShape:
+        """Shape of what a layer keeps in a page."""
+        return (2, self.kv_heads, self.page_size, self.head_dim)
 
     def allocate_kv(self, num_layers: int, pages: int) -> CpuKv:
-        """Return zeroed pages for keys and values."""
-        shape = (num_layers, pages, 2, self.kv_heads, self.page_size, self.head_dim)
-        return CpuKv.allocate(shape, self.dtype)
+        """Return zeroed pages for layers that all are of this kind."""
+        return CpuKv.allocate(KvLayout.of([self.page_shape] * num_layers), pages, self.dtype)
 
     # --- a step
 
@@ -153,6 +158,20 @@ class CpuOps:
         """Return queries, keys and values with a layer norm of each query and key head."""
         return layer_norm_heads(qkv_NX, weight_X, self.head_dim, self._epsilon)
 
+    def grow(self, qkv_NX: Tensor, step: CpuStep) -> Tensor:
+        """Multiply queries in place by the factors of their positions; return queries, keys and values side by side."""
+        assert self._growth_P is not None
+        factors_N1 = self._growth_P.index_select(0, step.positions_N).unsqueeze(1)
+        qkv_NX[: step.tokens, : self.heads * self.head_dim].mul_(factors_N1)
+        return qkv_NX
+
+    def norm_values(self, qkv_NX: Tensor) -> Tensor:
+        """Return queries, keys and values with an RMS norm of each value head; values are keys if there are none."""
+        keys = self.kv_heads * self.head_dim
+        normed_VD = self.rms_norm(qkv_NX[:, -keys:].reshape(-1, self.head_dim), self._ones_D)
+        has_values = qkv_NX.shape[1] == (self.heads + 2 * self.kv_heads) * self.head_dim
+        return torch.cat((qkv_NX[:, :-keys] if has_values else qkv_NX, normed_VD.view(-1, keys)), 1)
+
     def rotate(self, qkv_NX: Tensor, step: CpuStep) -> Tensor:
         """Rotate queries and keys in place by the tables `early`; return queries, keys and values side by side."""
         assert self._early is not None
@@ -169,20 +188,22 @@ class CpuOps:
         q_norm_D: Tensor | None = None,
         k_norm_D: Tensor | None = None,
     ) -> Tensor:
-        """Split packed `q, k, v` of the step's tokens, rotate q and k, store k and v; return `q_NHD`.
+        """Split packed `q, k, v`, or q alone, of the step's tokens, rotate q and k, store k and v; return `q_NHD`.
 
         Norm weights, where given, apply to each head of q and k before the rotation. Values that are not finite are
         stored as 0, so that a failed request cannot affect a later one that uses the same page.
         """
         assert isinstance(step, TorchStep)
         qkv_NAD = qkv_NX.view(qkv_NX.shape[0], -1, self.head_dim)
-        q_end, k_end = self.heads, self.heads + self.kv_heads
+        q_end, k_end = self.heads, self.heads + (0 if self._only_queries else self.kv_heads)
         qk_NBD = qkv_NAD[:, :k_end]
         if q_norm_D is not None and k_norm_D is not None:
-            normed = self.rms_norm(qkv_NAD[:, :q_end], q_norm_D), self.rms_norm(qkv_NAD[:, q_end:k_end], k_norm_D)
-            qk_NBD = torch.cat(normed, 1)
+            parts = (qkv_NAD[:, :q_end], q_norm_D), (qkv_NAD[:, q_end:k_end], k_norm_D)
+            qk_NBD = torch.cat([self.rms_norm(*part) for part in parts], 1)
         rolled_NBD = torch.roll(qk_NBD, self.head_dim // 2, -1)
         qk_NBD = torch.addcmul(qk_NBD * step.cos_N1D, rolled_NBD, step.sin_N1D)
+        if self._only_queries:
+            return qk_NBD
         new_NsD = torch.cat((qk_NBD[:, q_end:], qkv_NAD[:, k_end:]), 1).nan_to_num_(0.0, 0.0, 0.0)
         for given in step.given:
             new_NsD[given.tokens_M] = given.kv_LMsD[layer]

@@ -85,18 +85,16 @@ class CpuExperts:
         products: Sequence[CpuKernel],
     ) -> None:
         """Pack all weights, those of the router for the kernels `products` in float32."""
-        self._routing, self._activation, self._correction_X = (
-            experts.routing,
-            experts.activation,
-            experts.correction_X,
-        )
+        self._routing, self._activation = experts.routing, experts.activation
+        self._correction_X, self._scales_X = experts.correction_X, experts.scales_X
         self._router = pack_router(experts, products)
         self._gate_up = pack_each(pack, experts.gate_up, experts.gate_up_bias_XF)
         self._down = pack_each(pack, experts.down, experts.down_bias_XE)
 
-    def __call__(self, x_NE: Tensor) -> Tensor:
+    def __call__(self, x_NE: Tensor, routed_NE: Tensor | None = None) -> Tensor:
         """Return the weighted sum of the results of each token's experts, in the dtype of `x_NE`."""
-        choice = route(self._router(x_NE.float()), self._routing, self._correction_X)
+        logits_NX = self._router((x_NE if routed_NE is None else routed_NE).float())
+        choice = route(logits_NX, self._routing, self._correction_X, self._scales_X)
         groups = grouped(choice.ids_NK, self._routing.experts)
         tokens_P, starts = torch.from_numpy(groups.tokens_P), groups.starts_X1.tolist()
         y_PE = torch.empty(len(tokens_P), x_NE.shape[1])

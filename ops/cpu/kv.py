@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -14,39 +14,89 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["CpuKv"]
+__all__ = ["CpuKv", "KvLayout", "PageShape"]
+
+PageShape: TypeAlias = tuple[int, int, int, int]
+"""Shape of what one layer keeps in one page: [2 (key, value), K, T, D], or [1, 1, T, D] of one vector a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Where the layers of a model keep keys and values: in pools, each of the layers whose pages have one shape.
+
+    A page has the same number in all pools, so that whoever gives out pages knows of one cache alone.
+    """
+
+    pools: tuple[tuple[int, PageShape], ...]
+    """Number of layers and shape of a layer's page, of each pool."""
+    places: tuple[tuple[int, int], ...]
+    """Pool of each layer's pages, and the layer's number within the pool."""
+
+    @staticmethod
+    def of(layers: Sequence[PageShape | int]) -> KvLayout:
+        """Return the layout of layers with pages of these shapes, or with the pages of an earlier layer, by number."""
+        counts: dict[PageShape, int] = {}
+        places: list[tuple[int, int]] = []
+        for layer in layers:
+            if isinstance(layer, int):
+                places.append(places[layer])
+                continue
+            number = counts.get(layer, 0)
+            counts[layer] = number + 1
+            places.append((list(counts).index(layer), number))
+        return KvLayout(tuple((count, shape) for shape, count in counts.items()), tuple(places))
+
+    def page_bytes(self, dtype: torch.dtype) -> int:
+        """Return the memory of one page over all layers, in bytes."""
+        return dtype.itemsize * sum(count * math.prod(shape) for count, shape in self.pools)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuKv:
     """Keys and values of all layers in pages, with the flat views that a layer reads and writes through."""
 
-    pages_LPsKTD: Tensor
-    """[layers, pages, 2 (key, value), K, T, D], zero at first so that unwritten places are finite."""
+    layout: KvLayout
+    pools: tuple[Tensor, ...]
+    """Pages of each pool, [layers, pages, 2, K, T, D], zero at first so that unwritten places are finite."""
     rows: tuple[Tensor, ...]
     """Views of each layer as [pages * 2 * K, T * D]: one row is one head's keys, or values, of one page."""
     slots: tuple[Tensor, ...]
     """Views of each layer as [pages * 2 * K * T, D]: one row is one head's key, or value, of one token."""
 
     @staticmethod
-    def allocate(shape: Sequence[int], dtype: torch.dtype) -> CpuKv:
-        """Return zeroed pages of `shape`; the system gives each its memory when it is first written."""
-        zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)  # torch.zeros would touch every byte
-        kv = torch.from_numpy(zeros).view(dtype).view(*shape)
-        page_size, head_dim = shape[-2:]
-        rows = tuple(layer.view(-1, page_size * head_dim) for layer in kv)
-        return CpuKv(kv, rows, tuple(layer.view(-1, head_dim) for layer in kv))
+    def allocate(layout: KvLayout, pages: int, dtype: torch.dtype) -> CpuKv:
+        """Return zeroed pages; the system gives each its memory when it is first written."""
+        pools = tuple(_zeros((count, pages, *shape), dtype) for count, shape in layout.pools)
+        layers = [pools[pool][number] for pool, number in layout.places]
+        rows = tuple(layer.view(-1, layer.shape[-2] * layer.shape[-1]) for layer in layers)
+        return CpuKv(layout, pools, rows, tuple(layer.view(-1, layer.shape[-1]) for layer in layers))
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages, the same in all pools."""
+        return self.pools[0].shape[1]
+
+    @property
+    def page_bytes(self) -> int:
+        """Memory of one page over all layers, in bytes."""
+        return self.layout.page_bytes(self.pools[0].dtype)
 
     def resized(self, pages: int) -> CpuKv:
         """Return the same keys and values in another number of pages; pages beyond it are dropped."""
-        old = self.pages_LPsKTD
-        made = CpuKv.allocate((len(old), pages, *old.shape[2:]), old.dtype)
-        kept = min(pages, old.shape[1])
-        made.pages_LPsKTD[:, :kept].copy_(old[:, :kept])
+        made = CpuKv.allocate(self.layout, pages, self.pools[0].dtype)
+        kept = min(pages, self.num_pages)
+        for new, old in zip(made.pools, self.pools, strict=True):
+            new[:, :kept].copy_(old[:, :kept])
         return made
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages (source, destination) in all layers; all sources are read before any page is written."""
         if pairs:
             source, target = torch.tensor(pairs).unbind(1)
-            self.pages_LPsKTD.index_copy_(1, target, self.pages_LPsKTD.index_select(1, source))
+            for pool in self.pools:
+                pool.index_copy_(1, target, pool.index_select(1, source))
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    zeros = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)  # torch.zeros would touch every byte
+    return torch.from_numpy(zeros).view(dtype).view(*shape)

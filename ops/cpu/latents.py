@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from headrace.ops.cpu.block import CpuOps
-from headrace.ops.cpu.kv import CpuKv
+from headrace.ops.cpu.kv import CpuKv, PageShape
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.step import CpuStep
 
@@ -71,13 +71,10 @@ class LatentPages:
         """Elements of a token's vector."""
         return self.latent_dim + self.rotated_dim
 
-    def page_bytes(self, num_layers: int) -> int:
-        """Return the memory of one page over all layers, in bytes."""
-        return num_layers * self.page_size * self.size * self.dtype.itemsize
-
-    def allocate(self, num_layers: int, pages: int) -> CpuKv:
-        """Return zeroed pages, with one vector for a token."""
-        return CpuKv.allocate((num_layers, pages, 1, 1, self.page_size, self.size), self.dtype)
+    @property
+    def page_shape(self) -> PageShape:
+        """Shape of what a layer keeps in a page: one vector for a token."""
+        return (1, 1, self.page_size, self.size)
 
     def prepare(self, batch: PagedBatch) -> CpuStep:
         """Return the values that a step's layers share; raise `ValueError` unless its rows cover its tokens once."""
@@ -134,13 +131,10 @@ class TorchLatentOps(CpuOps):
         )  # fmt: skip
         self._pages = pages
 
-    def page_bytes(self, num_layers: int) -> int:
-        """Return the memory of one page over all layers, in bytes."""
-        return self._pages.page_bytes(num_layers)
-
-    def allocate_kv(self, num_layers: int, pages: int) -> CpuKv:
-        """Return zeroed pages for latent vectors."""
-        return self._pages.allocate(num_layers, pages)
+    @property
+    def page_shape(self) -> PageShape:
+        """Shape of what a layer keeps in a page."""
+        return self._pages.page_shape
 
     def prepare(self, batch: PagedBatch) -> CpuStep:
         """Return the values that a step's layers share; raise `ValueError` unless its rows cover its tokens once."""
@@ -164,13 +158,10 @@ class NativeLatentOps(NativeOps):
         )  # fmt: skip
         self._pages = pages
 
-    def page_bytes(self, num_layers: int) -> int:
-        """Return the memory of one page over all layers, in bytes."""
-        return self._pages.page_bytes(num_layers)
-
-    def allocate_kv(self, num_layers: int, pages: int) -> CpuKv:
-        """Return zeroed pages for latent vectors."""
-        return self._pages.allocate(num_layers, pages)
+    @property
+    def page_shape(self) -> PageShape:
+        """Shape of what a layer keeps in a page."""
+        return self._pages.page_shape
 
     def prepare(self, batch: PagedBatch) -> CpuStep:
         """Return the values that a step's layers share; raise `ValueError` unless its rows cover its tokens once."""

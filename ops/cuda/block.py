@@ -16,6 +16,7 @@ import torch
 
 from headrace.ops.cuda import fused
 from headrace.ops.cuda.attention.steps import ATTENTION, CudaStep, DecodeStep, PrefillStep, WholeStep
+from headrace.ops.cuda.between import BetweenOps
 from headrace.ops.cuda.codes.layout import CodeLayout, codes_of
 from headrace.ops.cuda.experts.packed import CudaExperts, ExpertProducts
 from headrace.ops.cuda.hazards import Launch
@@ -24,7 +25,6 @@ from headrace.ops.cuda.memory.pages import PageMemory
 from headrace.ops.cuda.missing import Missing
 from headrace.ops.cuda.products.fusion import GATED, SQUARED, AddNorm, HeadTargets, Residual, Squares
 from headrace.ops.cuda.products.packed import Chosen, CudaProduct, Products
-from headrace.ops.cuda.rotation import rotate
 from headrace.ops.paged import UNSCALED, KvScales
 from headrace.ops.stream import Stream
 
@@ -40,12 +40,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaOps"]
 
-_EARLY_ROTATION: Final = Launch("the rotation before norms", overlaps=False, writes=frozenset(("activations",)))
 _JOINT: Final = Launch("the joint of heads", overlaps=False, writes=frozenset(("activations",)))
 _EMBEDDING: Final = Launch("the embedding", overlaps=False, writes=frozenset(("activations",)))
 
 
-class CudaOps(Missing):
+class CudaOps(BetweenOps, Missing):
     """The operations of one model's layers that share an attention window."""
 
     def __init__(
@@ -57,6 +56,7 @@ class CudaOps(Missing):
         experts: ExpertProducts | None = None,
         kv_scales: Mapping[int, KvScales] = MappingProxyType({}),
         early_cos_sin_PD: Tensor | None = None,
+        growth_P: Tensor | None = None,
     ) -> None:
         """Compute with heads of `shape`.
 
@@ -67,16 +67,18 @@ class CudaOps(Missing):
             experts: The kernels of experts on that stream; None for those of `EXPERTS`.
             kv_scales: Scales of 8-bit keys and values, by layer; a 16-bit cache has none.
             early_cos_sin_PD: A second rotary table, for `rotate`.
+            growth_P: Factors of queries, float32 [positions], for `grow`.
         """
         self.shape, self.products = shape, products
         self.experts = experts or ExpertProducts(products.arch, products.room)
         self.arch, self.eps, self.pdl = products.arch, products.room.eps, products.room.pdl
         self.device = cos_sin_PD.device
-        self._cos_sin_PD, self._early_cos_sin_PD = cos_sin_PD, early_cos_sin_PD
+        self._cos_sin_PD, self._early_cos_sin_PD, self._growth_P = cos_sin_PD, early_cos_sin_PD, growth_P
         self._still_1D = torch.zeros_like(cos_sin_PD[:1])  # of angles of 0, without a magnitude
         self._still_1D[:, : shape.head_dim // 2] = 1.0
         self.note = products.room.chain.note
         """Notes a launch, for the check of hazards."""
+        self._sinks: dict[int, Tensor] = {}
         self._kv_scales = kv_scales if shape.kv_dtype != shape.dtype else {}
         self._norm = Launch("a norm", self.pdl, writes=frozenset(("activations",)))
         self._rotation = Launch("the rotation", self.pdl, writes=frozenset(("activations", "new keys")))
@@ -110,6 +112,10 @@ class CudaOps(Missing):
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""
         return self.pack(weight_VE, None)
+
+    def keep_sinks(self, layer: int, sinks_H: Tensor) -> None:
+        """Take the sinks of a layer's heads, float32, which are read where they lie."""
+        self._sinks[layer] = sinks_H
 
     def pack_experts(self, experts: Experts) -> CudaExperts:
         """Pack a layer's router and experts; codes of one kind, and values in the dtype of activations, stay in place.
@@ -223,36 +229,6 @@ class CudaOps(Missing):
         activate_plain(x_NF, activation, pdl=self.pdl)
         return x_NF
 
-    def positions(self, step: CudaStep) -> Tensor:
-        """Return the positions of a step's tokens, which a captured graph reads when it runs."""
-        return step.positions_N if isinstance(step, PrefillStep) else step.inputs.positions_B
-
-    def norm_across_heads(self, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
-        """Norm all queries together, and all keys together, in place."""
-        queries, keys = self.shape.heads * self.shape.head_dim, self.shape.kv_heads * self.shape.head_dim
-        for first, size, norm_X in ((0, queries, norms.q_D), (queries, keys, norms.k_D)):
-            part_NX = qkv_NX[:, first : first + size]
-            self.note(self._norm)
-            fused.rms_norm(part_NX, norm_X, self.eps, part_NX, pdl=self.pdl)
-        return qkv_NX
-
-    def layer_norm_heads(self, qkv_NX: Tensor, weight_X: Tensor) -> Tensor:
-        """Norm each query and key head in place."""
-        heads = self.shape.heads + self.shape.kv_heads
-        qk_NX = qkv_NX[:, : heads * self.shape.head_dim]
-        self.note(self._norm)
-        layer_norm(qk_NX, weight_X, None, self.eps, qk_NX, parts=heads, pdl=self.pdl)
-        return qkv_NX
-
-    def rotate(self, qkv_NX: Tensor, step: CudaStep) -> Tensor:
-        """Rotate queries and keys in place by the second table; return queries, keys and values side by side."""
-        assert self._early_cos_sin_PD is not None
-        heads = self.shape.heads + self.shape.kv_heads
-        self.note(_EARLY_ROTATION)
-        qkv_NAD = qkv_NX.view(len(qkv_NX), -1, self.shape.head_dim)
-        rotate(qkv_NAD[:, :heads], self._early_cos_sin_PD, self.positions(step))
-        return qkv_NX
-
     # --- for operations with adapters, too
 
     def product(self, x_NI: Tensor, packed: CudaProduct) -> Tensor:
@@ -281,12 +257,7 @@ class CudaOps(Missing):
         return Stream(out_NE, total_NE, squares)
 
     def attend_with(
-        self,
-        qkv_NX: Tensor,
-        head_norms: HeadNorms | None,
-        step: CudaStep,
-        kv: Tensor,
-        layer: int,
+        self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: CudaStep, kv: Tensor, layer: int
     ) -> Tensor:
         """Norm and rotate q and k, store k and v, attend; return [N, H * D]."""
         shape, kv_layer, scales = self.shape, kv[layer], self._kv_scales.get(layer, UNSCALED)
@@ -302,17 +273,17 @@ class CudaOps(Missing):
                 )
             q_NHD = qkv_NX[:, :width].view(rows, shape.heads, shape.head_dim)
             self.note(ATTENTION)
-            step.attention.run(q_NHD, kv_layer, out_NX.view(rows, shape.heads, shape.head_dim), scales)
+            step.attention.run(q_NHD, kv_layer, out_NX.view(q_NHD.shape), scales, self._sinks.get(layer))
         elif isinstance(step, WholeStep):
             self.note(step.launch)
             step.attention.run(
                 qkv_NX, q_norm_D, k_norm_D, self._cos_sin_PD, kv_layer, step.inputs, out_NX, scales,
-                eps=self.eps, pdl=self.pdl,
+                self._sinks.get(layer), eps=self.eps, pdl=self.pdl,
             )  # fmt: skip
         else:
             at, slots_B = step.inputs.positions_B, step.inputs.slots_B
             self._rope_and_write(qkv_NX, q_norm_D, k_norm_D, at, slots_B, kv_layer, scales, out_NX)
-            return self._decode(out_NX, step, kv_layer, scales)
+            return self._decode(out_NX, step, kv_layer, scales, layer)
         return out_NX
 
     def attend_inside(
@@ -334,7 +305,7 @@ class CudaOps(Missing):
         to = HeadTargets(q_norm_D, k_norm_D, self._cos_sin_PD, at, slots_B, kv_layer, scales)
         q_NX = torch.empty(len(x_NE), self.shape.heads * self.shape.head_dim, dtype=x_NE.dtype, device=x_NE.device)
         qkv.run(chosen, x_NE, q_NX, squares, to, updates)
-        return self._decode(q_NX, step, kv_layer, scales)
+        return self._decode(q_NX, step, kv_layer, scales, layer)
 
     # --- inside
 
@@ -366,12 +337,13 @@ class CudaOps(Missing):
         total_NE = torch.empty_like(x_NE)
         return AddNorm(norm_E, self.eps, residual_NE, total_NE), total_NE
 
-    def _decode(self, q_NX: Tensor, step: DecodeStep, kv_layer: Tensor, scales: KvScales) -> Tensor:
+    def _decode(self, q_NX: Tensor, step: DecodeStep, kv_layer: Tensor, scales: KvScales, layer: int) -> Tensor:
         """Attend with rotated queries, whose keys and values are already stored."""
         out_NX = torch.empty_like(q_NX)
         head = (len(q_NX), self.shape.heads, self.shape.head_dim)
         self.note(step.launch)
-        step.attention.run(q_NX.view(head), kv_layer, step.inputs, out_NX.view(head), scales)
+        sinks_H, out_NHD = self._sinks.get(layer), out_NX.view(head)
+        step.attention.run(q_NX.view(head), kv_layer, step.inputs, out_NHD, scales, sinks_H)
         return out_NX
 
     def _rope_and_write(

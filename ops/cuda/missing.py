@@ -13,9 +13,9 @@ __all__ = ["Missing"]
 class Missing:
     """Base of a GPU's operations, with those that it lacks."""
 
-    def keep_sinks(self, layer: int, sinks_H: Tensor) -> NoReturn:
-        """Raise `NotImplementedError`: no kernel computes sinks."""
-        raise NotImplementedError(f"no kernel computes the {len(sinks_H)} sinks of layer {layer}")
+    def norm_values(self, qkv_NX: Tensor) -> NoReturn:
+        """Raise `NotImplementedError`: no kernel norms values."""
+        raise NotImplementedError(f"no kernel norms the values of {len(qkv_NX)} tokens")
 
     def attend_to_latents(
         self, queries_NHD: Tensor, latents_ND: Tensor, step: object, kv: Tensor, layer: int

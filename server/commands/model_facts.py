@@ -46,6 +46,8 @@ def _sections(facts: ModelFacts) -> Iterator[_Section]:
     if facts.stored_bytes:
         rows = _weights(facts.stored, facts.stored_bytes)
         rows += [("read for a token", _size(facts.active_bytes))] if facts.active_bytes < facts.stored_bytes else []
+        if facts.unread:
+            rows += [("not read", f"{', '.join(facts.unread)}: {_size(facts.unread_bytes)}; text alone is computed")]
         yield _Section("Weights in the files", rows)
     for device in facts.devices:
         yield _Section(f"On {device.device}, {device.name}", list(_device(device)), device.assumptions)

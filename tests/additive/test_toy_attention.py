@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.cuda.listed import list_kernels
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.families.registry import FAMILIES, from_hf
@@ -23,6 +24,7 @@ from headrace.engine.model.network.layers import MIXERS
 from headrace.engine.model.network.mixers.attention import SoftmaxAttention
 from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
 from headrace.ops.cpu.scores import Weigh
+from headrace.ops.cuda.arch import Arch
 
 CAP = 1.5
 
@@ -69,6 +71,8 @@ def test_a_variant_that_nothing_computes_is_refused_by_name() -> None:
     with pytest.raises(ModelRejected, match="the scores of a layer's attention is 'toy softcap'") as caught:
         cpu_ops(spec_of(None), page_size=4, max_positions=8, dtype=torch.float32)
     assert caught.value.limit == "softmax, sink, softcap"
+    with pytest.raises(ModelRejected, match="the scores of a layer's attention is 'toy softcap'"):
+        list_kernels(spec_of(None), Arch.named("sm_90"))
 
 
 def from_config(config: HfConfig) -> DecoderSpec:

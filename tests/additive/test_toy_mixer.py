@@ -188,4 +188,4 @@ def test_a_mixer_that_nothing_computes_is_refused_by_name() -> None:
     weights = load_weights("random", spec, dtype=torch.float32, device="cpu")
     with pytest.raises(ModelRejected, match="the mixer of a layer is PostAttention") as caught:
         Decoder(spec, weights, ops)
-    assert caught.value.limit == "Attention, SoftcappedAttention, SinkAttention, LatentAttention"
+    assert caught.value.limit == "Attention, SoftcappedAttention, SinkAttention, ValueNormedAttention, LatentAttention"

@@ -120,6 +120,26 @@ def test_tools_go_into_the_first_message_where_the_template_looks_for_them_there
     assert "<|tool|>[" not in render(PHI, chat)
 
 
+GOING_THROUGH = {
+    "Llava": "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ part['text'] }}{% endfor %}",
+    "SmolVLM": "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}{% endif %}{% endfor %}",
+    "both": "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{{ '<' ~ part.text ~ '>' }}{% endfor %}{% endif %}",
+    "text": "{% for line in message.content.split() %}{{ line }} {% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", GOING_THROUGH)
+def test_a_template_that_goes_through_the_parts_of_a_content_gets_parts(name: str) -> None:
+    """As those of models that see expect, to which a text would have no parts: it would be lost."""
+    chat = [{"role": "user", "content": "Say hi."}, {"role": "assistant", "content": ""}]
+    said = render("{% for message in messages %}[" + GOING_THROUGH[name] + "]{% endfor %}", chat)
+    said = said.replace(": ", "").replace(" ]", "]")
+    assert said == "[Say hi.][]"
+
+
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     ends = time.monotonic() + seconds
     while not condition():

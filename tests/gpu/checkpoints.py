@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiny_models
 import torch
 import transformers
+from quantised_layouts import mxfp4
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch import Tensor
@@ -58,14 +60,18 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 GAINS = {
-    "embed_out": 2.5, "mlp.gate.weight": 8.0,
+    "embed_out": 2.5, "mlp.gate.weight": 8.0, "mlp.router.weight": 8.0, "sinks": 4.0,
     "embed": 0.5, "head": 2.5, "qkv_proj": 1.2, "v_proj": 2.0, "o_proj": 2.0, "q_proj": 1.2, "k_proj": 1.2,
     "wte": 0.5, "wpe": 0.5, "out_proj": 2.0, "c_attn": 1.4, "query_key_value": 1.4, "c_proj": 1.5, "dense": 1.5,
+    "mlp.router": 8.0,  # which chooses the experts of Phi-3.5-MoE one by one: near ties would move much
 }  # fmt: skip
 """Spread of an output for inputs of order one. More for queries and keys would make the models chaotic: small errors
 would grow from layer to layer, and with them the margin that the judge has to allow. A small embedding keeps a tied
 head from repeating the latest token for ever. The scores of experts lie far apart, so that the last of
 those that are chosen weigh little: rounding may choose others."""
+GAINS_OF = {"GptOss": {"experts.down_proj": 0.4, "q_proj": 0.9, "k_proj": 0.9}}
+"""Gains of one architecture alone. The activation of gpt-oss's experts makes larger numbers than others do, and its
+rotations have a magnitude above 1."""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5000.0,
@@ -129,6 +135,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 64, "eos_token_id": []}),
     "ernie 4.5": ("Ernie4_5", {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 32,  # so that the queries of most prompts grow
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -187,6 +208,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Falcon",
         {"ffn_hidden_size": 384, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
     ),
+    "command r+": ("Cohere", {"use_qk_norm": True, "logit_scale": 1.0, "tie_word_embeddings": True}),
     "cohere2": (
         "Cohere2",
         {
@@ -233,7 +255,46 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 128,
         },
     ),
+    "phi experts": (
+        "Phimoe",
+        {
+            "num_local_experts": 2,  # both always chosen: with more, a near tie of the second and third moves much
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.3,
+            "attention_bias": True,
+            "lm_head_bias": True,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 256,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 200,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 64,
+            "num_attention_heads": 8,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "truncate": False,
+            },
+        },
+    ),
     "arcee": ("Arcee", {}),  # without native code, as is the next
     "olmo": ("Olmo", {"clip_qkv": 4.0}),
 }
@@ -271,10 +332,10 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
         elif "bias" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.05 if "v_proj" in name else 0.2)
         else:
-            gain = next((gain for part, gain in GAINS.items() if part in name), 1.0)
-            inputs = parameter.shape[
-                0 if architecture == "GPT2" and ".h." in name else -1
-            ]  # which are stored [in, out]
+            gains = (*GAINS_OF.get(architecture, {}).items(), *GAINS.items())
+            gain = next((gain for part, gain in gains if part in name), 1.0)
+            is_turned = (architecture == "GPT2" and ".h." in name) or (architecture == "GptOss" and ".experts." in name)
+            inputs = parameter.shape[-2 if is_turned else -1]  # which are stored [in, out]
             torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(inputs))
     return model
 
@@ -365,6 +426,35 @@ def make_scaled(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+# -- experts in 4-bit floats ---------------------------------------------------------------------------------------
+
+
+def make_mxfp4(folder: Path, *, dense: bool) -> None:
+    """The gpt-oss of `FAMILIES` with experts of 4-bit floats as OpenAI stores them; `dense`: their numbers instead."""
+    model = build(*FAMILIES["gpt-oss"])
+    write, drawn = mxfp4("blocks", "scales", blocked=True), np.random.default_rng(5)
+    save(model, folder)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:
+        experts, ins, outs = tensors.pop(name).shape
+        made = [write(drawn, outs, ins) for _ in range(experts)]
+        halvings = 3 if "down" in name else 1  # to the sizes that other checkpoints have
+        if dense:
+            numbers = torch.from_numpy(np.stack([values.T for _, values in made])) / 2**halvings
+            tensors[name] = numbers.bfloat16().contiguous()
+            continue
+        for part in ("blocks", "scales"):
+            stack = torch.stack([parts[part] for parts, _ in made])
+            tensors[f"{name}_{part}"] = stack - halvings if part == "scales" else stack
+    save_file(tensors, weights, {"format": "pt"})
+    if not dense:
+        config = json.loads((folder / "config.json").read_text())
+        left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+        (folder / "config.json").write_text(json.dumps(config))
+
+
 # -- one token that overflows ---------------------------------------------------------------------------------------
 
 
@@ -394,6 +484,8 @@ def make_poisoned(where: str, folder: Path) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     **{name: partial(make_family, name) for name in FAMILIES},
     "exact": make_exact,
+    "gpt-oss mxfp4": partial(make_mxfp4, dense=False),
+    "gpt-oss dequantised": partial(make_mxfp4, dense=True),
     "scaled": make_scaled,
     "speaking": make_speaking,
     "poisoned logits": partial(make_poisoned, "logits"),

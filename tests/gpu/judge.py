@@ -10,6 +10,7 @@ differs from F's best about as rarely as B does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,10 +45,9 @@ class _Seen(NamedTuple):
 
 def _fp8_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
     """Transformers' own attention over keys and values that went through e4m3."""
-    from transformers.models.llama.modeling_llama import eager_attention_forward
-
+    eager = sys.modules[type(module).__module__].eager_attention_forward  # the family's, with its bounds and sinks
     key, value = (side.to(torch.float8_e4m3fn).to(side.dtype) for side in (key, value))
-    return eager_attention_forward(module, query, key, value, mask, **options)
+    return eager(module, query, key, value, mask, **options)
 
 
 class Judge:

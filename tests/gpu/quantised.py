@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from headrace.ops.formats import Stored
 from headrace.ops.quantise import Method, quantise
 
-__all__ = ["check_checkpoint", "check_quantise"]
+__all__ = ["check_checkpoint", "check_mxfp4", "check_quantise"]
 
 _HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
 """Heads of 64 features, which kernels of attention take, in matrices of the same sizes."""
@@ -86,5 +86,23 @@ def check_checkpoint(name: str, device: str, judge_on: str, root: Path) -> None:
         options: dict[str, Any] = {"kv_memory": "8MiB", "max_rows": 32, "max_batched_tokens": 64}
         async with open_engine(root / "quantised", device, **options) as engine:
             judge.check(await together(engine, [draw(7, seed, 60) for seed in range(20)], greedy(12)), name)
+
+    anyio.run(run)
+
+
+def check_mxfp4(zoo: Zoo, device: str, judge: Judge) -> None:
+    """Assert that a gpt-oss whose experts are 4-bit floats gives the tokens of their numbers, and keeps them packed."""
+
+    async def run() -> None:
+        options: dict[str, Any] = {"kv_memory": "24MiB", "max_rows": 32, "max_context": 256, "max_batched_tokens": 192}
+        async with open_engine(zoo.folder("gpt-oss mxfp4"), device, **options) as engine:
+            kept = {each.format for each in engine.info.weights if each.part == "experts"}
+            assert len(kept) == 1 and (device == "cpu" or "fp4" in kept.pop()), engine.info.weights
+            judge.check(await one_by_one(engine, [draw(length, length) for length in (1, 45)], 6), "alone")
+            judge.check(await together(engine, [draw(n, n) for n in LENGTHS[:8]], greedy(5)), "side by side")
+            await engine.sleep(level=2)
+            await engine.wake()
+            judge.check(await together(engine, [draw(n, n) for n in LENGTHS[:2]], greedy(5)), "read again")
+            await at_rest(engine)
 
     anyio.run(run)

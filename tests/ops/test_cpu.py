@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.ops import reference
 from headrace.ops.cpu import pieces
 from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.kv import CpuKv, KvLayout
 from headrace.ops.cpu.products import pack_product
 from headrace.ops.formats import Stored
 from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
@@ -92,8 +93,8 @@ def run_both(ops: CpuOps, rows: list[Row], seed: int) -> tuple[Tensor, Tensor, T
     torch.manual_seed(seed)
     batch, _, total = lay_out(rows, ops.page_size, seed)
     kv = ops.allocate_kv(2, total)
-    kv.pages_LPsKTD.normal_()
-    before = kv.pages_LPsKTD[1].float().transpose(2, 3)
+    kv.pools[0].normal_()
+    before = kv.pools[0][1].float().transpose(2, 3)
     truth = reference.ReferenceKv(before[:, 0].clone(), before[:, 1].clone())
     width = (ops.heads + 2 * ops.kv_heads) * ops.head_dim
     qkv = torch.randn(batch.positions_N.shape[0], width).to(ops.dtype)
@@ -106,7 +107,7 @@ def run_both(ops: CpuOps, rows: list[Row], seed: int) -> tuple[Tensor, Tensor, T
     q, k = (reference.rope(x, batch.positions_N, cos, sin) for x in (q, k))
     reference.write_kv(truth, batch.slots_N, k, v)
     expected = reference.attention(q, batch, truth, window=ops.window, scale=ops.scale)
-    after = kv.pages_LPsKTD[1].float().transpose(2, 3)
+    after = kv.pools[0][1].float().transpose(2, 3)
     return ours, expected, after, torch.stack((truth.keys, truth.values), dim=1)
 
 
@@ -210,7 +211,7 @@ def test_query_and_key_norms_come_before_the_rotation() -> None:
     q = reference.rope(reference.rms_norm(q, q_norm, 1e-5), batch.positions_N, cos, sin)
     k = reference.rope(reference.rms_norm(k, k_norm, 1e-5), batch.positions_N, cos, sin)
     torch.testing.assert_close(got, q, rtol=1e-5, atol=1e-5)
-    pages = kv.pages_LPsKTD[0]
+    pages = kv.pools[0][0]
     torch.testing.assert_close(pages[[0, 1], 0, :, [3, 1]], k, rtol=1e-5, atol=1e-5)
     assert torch.equal(pages[[0, 1], 1, :, [3, 1]], v)
 
@@ -230,11 +231,31 @@ def test_rows_must_cover_the_tokens_once(tokens: int, decode_at: int, prefill_at
 def test_copied_pages_hold_what_their_sources_held_before_any_copy(dtype: torch.dtype) -> None:
     ops = make_ops(dtype=dtype)
     kv = ops.allocate_kv(3, 5)
-    assert kv.pages_LPsKTD.nbytes == 5 * ops.page_bytes(3)
-    before = kv.pages_LPsKTD.normal_().clone()
+    assert kv.pools[0].nbytes == 5 * kv.page_bytes
+    before = kv.pools[0].normal_().clone()
     kv.copy_pages([(0, 1), (1, 4)])
     kv.copy_pages([])
-    assert torch.equal(kv.pages_LPsKTD, before[:, [0, 0, 2, 3, 1]])
+    assert torch.equal(kv.pools[0], before[:, [0, 0, 2, 3, 1]])
+
+
+def test_layers_with_pages_of_other_shapes_lie_in_pools_of_their_own() -> None:
+    """Pages are copied, kept and dropped in all of them alike, and a layer may see the pages of an earlier one."""
+    narrow, wide = (2, 2, 4, 8), (2, 1, 4, 24)
+    layout = KvLayout.of([narrow, wide, narrow, 0, wide])
+    assert layout.pools == ((2, narrow), (2, wide)) and layout.page_bytes(torch.float32) == 4 * 2 * (128 + 192)
+    kv = CpuKv.allocate(layout, 5, torch.float32)
+    assert [rows.shape for rows in kv.rows] == [(20, 32), (10, 96), (20, 32), (20, 32), (10, 96)]
+    for layer in (0, 1, 2, 4):
+        kv.slots[layer][:] = layer + torch.arange(len(kv.slots[layer]))[:, None] / 100
+    assert torch.equal(kv.rows[3], kv.rows[0])
+    before = [pool.clone() for pool in kv.pools]
+    kv.copy_pages([(0, 1), (1, 4)])
+    smaller = kv.resized(2)
+    larger = smaller.resized(3)
+    for pool, was, cut, grown in zip(kv.pools, before, smaller.pools, larger.pools, strict=True):
+        assert torch.equal(pool, was[:, [0, 0, 2, 3, 1]]) and torch.equal(cut, was[:, [0, 0]])
+        assert torch.equal(grown[:, :2], cut) and not grown[:, 2].any()
+    assert larger.num_pages == 3 and torch.equal(larger.rows[3], larger.rows[0])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])

@@ -159,9 +159,9 @@ def test_given_keys_and_values_take_the_place_of_computed_ones(dtype: torch.dtyp
     )
     ops.attend_with(qkv_of(0), None, ops.prepare(batch), kv, 1)
     page, place = table_of(0, 16)[40 // 16], 40 % 16
-    keys = kv.pages_LPsKTD[1, page, 0].view(KV_HEADS, HEAD_DIM, 16)[:, :, place]
+    keys = kv.pools[0][1, page, 0].view(KV_HEADS, HEAD_DIM, 16)[:, :, place]
     assert torch.equal(keys, given[1, 2, :KV_HEADS].to(dtype))
-    assert torch.equal(kv.pages_LPsKTD[1, page, 1, :, place], given[1, 2, KV_HEADS:].to(dtype))
+    assert torch.equal(kv.pools[0][1, page, 1, :, place], given[1, 2, KV_HEADS:].to(dtype))
     ops.close()
 
 
@@ -171,7 +171,7 @@ def test_a_request_gone_wrong_leaves_nothing_that_is_not_finite(dtype: torch.dty
     kv, qkv = ops.allocate_kv(1, PAGES), qkv_of(0)
     qkv[5], qkv[6] = float("nan"), float("inf")
     ops.attend_with(qkv, None, ops.prepare(batch_of([(0, 0, LENGTH)], 16)), kv, 0)
-    assert kv.pages_LPsKTD.isfinite().all()
+    assert kv.pools[0].isfinite().all()
     ops.close()
 
 

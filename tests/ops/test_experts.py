@@ -30,6 +30,8 @@ ROUTINGS = {
     "sigmoid, scaled": replace(SOFTMAX, score="sigmoid", renormalise=True, scale=2.5),
     "groups by their best": replace(SOFTMAX, groups=4, top_groups=2),
     "groups by their two best": replace(SOFTMAX, score="sigmoid", groups=3, top_groups=2, group_score="top2"),
+    "sparsemixer": replace(SOFTMAX, score="sparsemixer", margin=0.3),
+    "sparsemixer, with all others": replace(SOFTMAX, score="sparsemixer", margin=1e3),
     "one expert": replace(SOFTMAX, top_k=1),
     "all experts": replace(SOFTMAX, top_k=12, renormalise=True),
 }
@@ -44,6 +46,7 @@ def slow_choice(logits: list[float], routing: Routing, correction: list[float]) 
     scores = {
         "softmax": [each / sum(every) for each in every],
         "softmax_of_chosen": logits,
+        "sparsemixer": logits,
         "sigmoid": [1 / (1 + math.exp(-each)) for each in logits],
     }[routing.score]
     ranked = [score + added for score, added in zip(scores, correction, strict=True)]
@@ -58,6 +61,12 @@ def slow_choice(logits: list[float], routing: Routing, correction: list[float]) 
     if routing.score == "softmax_of_chosen":
         weights = [math.exp(each - max(weights)) for each in weights]
         weights = [each / sum(weights) for each in weights]
+    if routing.score == "sparsemixer":
+        weights = []
+        for place, best in enumerate(logits[expert] for expert in chosen):
+            left = [logit for expert, logit in enumerate(logits) if expert not in chosen[:place]]
+            near = [logit for logit in left if (best - logit) / max(abs(logit), best) <= routing.margin]
+            weights.append(1 / sum(math.exp(logit - best) for logit in near))
     if routing.renormalise:
         weights = [each / sum(weights) for each in weights]
     return chosen, [each * routing.scale for each in weights]
@@ -68,6 +77,7 @@ def slow_choice(logits: list[float], routing: Routing, correction: list[float]) 
 def test_the_choice_is_that_of_slow_python(name: str, corrected: bool) -> None:
     routing, made = ROUTINGS[name], torch.Generator().manual_seed(1)
     logits_NX = torch.randn(200, routing.experts, generator=made) * 2
+    corrected = corrected and routing.score != "sparsemixer"
     correction_X = torch.randn(routing.experts, generator=made) * 0.5 if corrected else None
     choice = route(logits_NX, routing, correction_X)
     assert choice.ids_NK.dtype == torch.int32 and choice.weights_NK.dtype == torch.float32
@@ -98,6 +108,8 @@ def test_scores_of_zero_have_weights_of_zero() -> None:
         ({"groups": 4, "top_groups": 5}, "top_groups is 5"),
         ({"groups": 4, "top_groups": 1}, "top_k is 4, of 3 experts"),
         ({"groups": 12, "top_groups": 12, "group_score": "top2"}, "no two best"),
+        ({"score": "sparsemixer", "renormalise": True}, "sparsemixer"),
+        ({"score": "sparsemixer", "groups": 4, "top_groups": 2}, "sparsemixer"),
     ],
 )
 def test_an_impossible_routing_is_refused(changes: dict[str, Any], told: str) -> None:

@@ -42,6 +42,7 @@ ROUTINGS = (
     Routing(8, 2, "softmax_of_chosen"),
     Routing(12, 3, "sigmoid", renormalise=True, scale=2.5, groups=4, top_groups=2, group_score="top2"),
     Routing(20, 4, "softmax", groups=5, top_groups=3),
+    Routing(16, 2, "sparsemixer", margin=0.4),
 )
 RUNS = {}
 for name in ("sm_90", "sm_80"):
@@ -187,7 +188,7 @@ def some_formats() -> list[str]:
     return names if os.environ.get("HEADRACE_MATRIX") == "all" else chosen(names, 2, COMMIT)
 
 
-@pytest.mark.parametrize(("part", "lines"), [("choices", 4), ("dense", 7), ("codes", 2)])
+@pytest.mark.parametrize(("part", "lines"), [("choices", 5), ("dense", 7), ("codes", 2)])
 def test_kernels_of_experts_compute_what_route_and_loops_do(part: str, lines: int) -> None:
     """Choices and their lists, dense experts, and experts in codes, in a process each."""
     tests = str(Path(__file__).parents[1])

@@ -129,7 +129,40 @@ def test_prefills_attend_by_tiles_where_they_can() -> None:
     for shape, arch, wanted in cases:
         able, refused = resolve_prefill(PREFILLS, shape, Arch.named(arch))
         assert able[0].name == wanted
-        assert {each.name for each in able} | set(refused) == {"tile", "fa3", "fa2"}
+        assert {each.name for each in able} | set(refused) == {"tile", "fa3", "fa2", "grouped"}
+
+
+SINKS = HeadShape(heads=64, kv_heads=8, head_dim=64, window=128, has_sinks=True)
+BOUNDED = HeadShape(heads=16, kv_heads=8, head_dim=256, cap=50.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "arch", "decodes", "prefill"),
+    [
+        (SINKS, "sm_90", ["fused", "even", "even", "split"], "grouped"),
+        (SINKS, "sm_100", ["fused", "even", "even", "split"], "grouped"),
+        (SINKS, "sm_86", ["fused", "split", "split", "split"], "grouped"),
+        (BOUNDED, "sm_90", ["fused", "fa2", "fa2", "fa2"], "fa3"),
+        (BOUNDED, "sm_89", ["fused", "fa2", "fa2", "fa2"], "fa2"),
+    ],
+)
+def test_sinks_and_bounds_are_left_to_kernels_that_compute_them(
+    shape: HeadShape, arch: str, decodes: list[str], prefill: str
+) -> None:
+    """Batches of few tokens, of some rows, of many, and of one row with many tokens."""
+    gpu = Arch.named(arch)
+    choice, (able, refused) = resolve_decode(DECODES, shape, gpu), resolve_prefill(PREFILLS, shape, gpu)
+    assert [choice.at(*batch).name for batch in ((1, 100), (16, 1000), (256, 1000), (1, 9000))] == decodes
+    assert able[0].name == prefill
+    why = "the kernel has no sinks" if shape.has_sinks else "the kernel does not bound scores"
+    assert choice.refused["xqa"] == refused["tile"] == why
+    assert ("fa2" in choice.refused) == ("fa3" in refused and "fa2" in refused) == shape.has_sinks
+
+
+def test_sinks_in_8_bits_are_left_to_kernels_that_compute_them() -> None:
+    shape = HeadShape(heads=64, kv_heads=8, head_dim=64, has_sinks=True, kv_dtype=torch.float8_e4m3fn)
+    choice = resolve_decode(DECODES, shape, HOPPER)
+    assert [choice.at(rows, 1000).name for rows in (1, 64)] == ["fused", "split"]
 
 
 @pytest.mark.parametrize("arch", NAMES)

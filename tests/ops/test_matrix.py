@@ -184,6 +184,67 @@ def layer(chip: Chip, ops: Any, step: Any, x: torch.Tensor) -> None:
     ops.logits(hidden, chip.head)
 
 
+class Pinless:
+    """The way of a plan to the device, without pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def send(self, words: Any) -> torch.Tensor:
+        return torch.from_numpy(words).int().to("meta")
+
+
+def attended(heads: int, kv_heads: int, head_dim: int, **more: Any) -> Callable[[Chip, int], None]:
+    """The call of Triton's own attention, of decodes and of a prefill, for heads that other kernels refuse."""
+
+    def call(chip: Chip, rows: int) -> None:
+        from headrace.ops.cuda.attention import grouped
+        from headrace.ops.cuda.attention.kernels import FusedDecodes, SplitDecodes
+        from headrace.ops.cuda.attention.registry import DecodeRoom
+        from headrace.ops.cuda.attention.shape import HeadShape
+        from headrace.ops.paged import UNSCALED
+
+        shape = HeadShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **more)
+        kv, meta = empty(PAGES, 2, 16, kv_heads, head_dim, dtype=shape.kv_dtype), torch.device("meta")
+        sinks = empty(heads, dtype=torch.float32) if shape.has_sinks else None
+        room = DecodeRoom(chip.arch, meta, most_rows=rows, pdl=chip.pdl)
+        inputs, q = chip.inputs(rows), empty(rows, heads, head_dim)
+        SplitDecodes().open(shape, inputs, room).attention.run(q, kv, inputs, q, UNSCALED, sinks)  # type: ignore[call-arg,arg-type]
+        if FusedDecodes().refuses(shape, chip.arch) is None:
+            packed, table = empty(rows, (heads + 2 * kv_heads) * head_dim), empty(99, head_dim, dtype=torch.float32)
+            fused: Any = FusedDecodes().open(shape, inputs, room)
+            fused.attention.run(packed, None, None, table, kv, inputs, q, UNSCALED, sinks, eps=1e-6, pdl=chip.pdl)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grouped, "PlanRing", Pinless)
+            prefill = grouped.GroupedAttention(shape, meta, shared_bytes=chip.arch.shared_bytes)
+            prefill.plan([rows], [rows + 20], [list(range(-(-(rows + 20) // 16)))])
+            prefill.run(q, kv, q, UNSCALED, sinks)
+
+    return call
+
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"heads": 64, "kv_heads": 8, "head_dim": 64, "window": 128, "has_sinks": True},
+    "gemma-2-9b": {"heads": 16, "kv_heads": 8, "head_dim": 256, "cap": 50.0},
+    "phi-2": {"heads": 32, "kv_heads": 32, "head_dim": 80},
+    "gemma 4": {"heads": 32, "kv_heads": 4, "head_dim": 512},
+    "falcon-7b": {"heads": 71, "kv_heads": 1, "head_dim": 64},
+    "gpt-oss, 8 bits": {
+        "heads": 64, "kv_heads": 8, "head_dim": 64, "has_sinks": True, "kv_dtype": torch.float8_e4m3fn,
+    },
+}  # fmt: skip
+"""Heads of Triton's own attention."""
+
+
+def attentions(arch: str, chip: Chip, *, everything: bool) -> Iterator[tuple[str, Any, Chip, int]]:
+    """The attention that is compiled, as `cases` returns it: usually for two sorts of heads, one of them gpt-oss's."""
+    able = [name for name in ATTENTION if "8 bits" not in name or chip.arch.has("fp8")]
+    names = able if everything else ["gpt-oss", *chosen(able[1:], 1, f"{COMMIT} {arch} attention")]
+    for name in names:
+        for rows in (1, 64) if everything else (16,):
+            yield f"attention of {name}", attended(**ATTENTION[name]), chip, rows
+
+
 def layer_normed(chip: Chip, rows: int) -> None:
     """What layers with layer norms and feeds without a gate have in place of fused kernels."""
     from headrace.ops.stream import LayerNorm
@@ -374,6 +435,7 @@ def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip,
         for rows in (1, 4, 16, 17, 64, 128) if everything else (1, 64, 128):
             yield f"{layout.name}, products of {rows}", coded, chip, rows
     yield from mixtures(arch, floats, everything=everything)
+    yield from attentions(arch, floats, everything=everything)
     for name in MODELS if everything else (USUAL,):
         model = MODELS[name]
         chip = Chip(arch, model)
@@ -407,11 +469,12 @@ def test_kernels_of_triton_compile_and_fit(arch: str, tmp_path: Path) -> None:
     kernels = {launch.kernel for launch in launches}
     assert kernels >= {"_unpack_kernel", "_coded_vector_kernel", "_coded_tiles_kernel"}
     assert kernels >= {"_expert_tiles_kernel", "_coded_expert_tiles_kernel", "_expert_up_kernel", "_expert_down_kernel"}
+    assert kernels >= {"_split_decode_kernel", "_grouped_attention_kernel"}
     assert "_to_codes_kernel" in kernels or not chip.arch.has("wgmma")
     assert len(kernels) >= (30 if EVERYTHING or arch in ALL_KERNELS else 5), kernels
 
 
-SHAPES = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (8, 1, 128), (9, 3, 64), (14, 2, 64)]
+SHAPES = [(32, 8, 128), (16, 8, 128), (28, 4, 128), (8, 1, 128), (9, 3, 64), (14, 2, 64), (64, 8, 64)]
 """Query heads, key heads and head size of models that csrc/even_decode.cu is compiled for."""
 
 

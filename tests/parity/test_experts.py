@@ -49,6 +49,15 @@ SMALL = {"moe_intermediate_size": 32}
 FACTORS = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.15, "logits_scaling": 3.0,
 }  # fmt: skip
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "original_max_position_embeddings": 8,  # which every sequence exceeds
+    "short_factor": [1.0 + 0.5 * pair for pair in range(8)],
+    "long_factor": [1.0 + 0.5 * pair for pair in range(8)],  # the same: transformers' module takes the short ones
+    "short_mscale": 1.2,
+    "long_mscale": 1.4,
+}
 WINDOW = 13
 Made = Callable[[], Any]
 
@@ -74,6 +83,11 @@ FAMILIES: dict[str, Made] = {
         use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2,
     ),
     "mixtral, windowed": made("Mixtral", **TOP, num_local_experts=5, sliding_window=WINDOW),
+    "phi": made("Phimoe", num_local_experts=5, router_jitter_noise=0.2),
+    "phi, windowed, every bias, longrope": made(
+        "Phimoe", num_local_experts=8, router_jitter_noise=0.6, attention_bias=True, lm_head_bias=True,
+        sliding_window=WINDOW, head_dim=16, rope_parameters=dict(LONG_ROPE),
+    ),
     "olmoe": made("Olmoe", **TOP, num_experts=8),
     "olmoe, renormalised, biased": made("Olmoe", **TOP, num_experts=8, norm_topk_prob=True, attention_bias=True),
     "granite": made("GraniteMoe", **TOP, **FACTORS, num_local_experts=8, attention_bias=True),
@@ -168,6 +182,9 @@ BUGS: dict[str, tuple[str, Callable[[ExpertsFeed], ExpertsFeed]]] = {
     "no gate of the shared expert": ("qwen2, shared and gated, a dense layer", ungated),
     "no shared expert": ("granite, shared", lambda feed: replace(feed, shared=None)),
     "no correction": ("ernie, corrected, shared, a dense layer", lambda feed: replace(feed, correction_dims=0)),
+    "softmax for sparsemixer": ("phi", rerouted(score="softmax")),
+    "no margin": ("phi", rerouted(margin=0.0)),
+    "a wide margin": ("phi", rerouted(margin=1e3)),
     "no scale": ("glm, groups, scaled, dense first layers", rerouted(scale=1.0)),
     "no groups": ("glm, groups, scaled, dense first layers", rerouted(groups=1, top_groups=1)),
     "groups by their best alone": ("glm, groups, scaled, dense first layers", rerouted(group_score="max")),
@@ -262,7 +279,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
 def test_a_correction_in_the_weights_changes_logits(
     native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def corrected(logits_NX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> Choice:
+    def corrected(logits_NX: Tensor, routing: Routing, correction_X: Tensor | None, _: None) -> Choice:
         choice = route(logits_NX, routing, correction_X)
         assert correction_X is not None
         weights_NK = (torch.softmax(logits_NX, 1) + correction_X).gather(1, choice.ids_NK.long())
@@ -310,6 +327,32 @@ def test_tensors_of_all_experts_and_of_each_are_the_same(name: str, tmp_path: Pa
     save_file(unstacked(tensors) if "granite" in name else stacked(tensors), path)
     _, after = ModelUnderTest.load(tmp_path)
     assert torch.equal(after.logits(sequences[:1], 128)[0], wanted)
+
+
+LATER = {
+    "mixtral, windowed": {"block_sparse_moe": "mlp"},
+    "phi": {"block_sparse_moe.gate": "mlp.router", "block_sparse_moe": "mlp"},
+    "granite": {"router.layer": "router", "input_linear.weight": "experts.gate_up_proj"},
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_later_names_of_transformers_hold_the_same_model(name: str, tmp_path: Path) -> None:
+    """Those of its modules, under which it does not write a model that was published under others, unless asked to."""
+    model, sequences, _ = reference(name)
+    model.save_pretrained(tmp_path)
+    _, before = ModelUnderTest.load(tmp_path)
+    wanted = before.logits(sequences[:1], 128)[0]
+    published = set(load_file(tmp_path / "model.safetensors"))
+    model.save_pretrained(tmp_path, save_original_format=False)
+    found = set(load_file(tmp_path / "model.safetensors"))
+    renamed = LATER[name]
+    assert found != published and all(any(new in each for each in found - published) for new in renamed.values())
+    _, after = ModelUnderTest.load(tmp_path)
+    assert torch.equal(after.logits(sequences[:1], 128)[0], wanted)
+    change_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.0.mlp.other.weight": torch.ones(2)}))
+    with pytest.raises(ModelRejected, match=r"mlp\.other\.weight"):
+        ModelUnderTest.load(tmp_path)
 
 
 def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

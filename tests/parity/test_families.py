@@ -67,6 +67,10 @@ def ministral(**changes: Any) -> Any:
     return transformers.MinistralForCausalLM(transformers.MinistralConfig(**(SIZES | {"head_dim": 24} | changes)))
 
 
+def ministral3(**changes: Any) -> Any:
+    return transformers.Ministral3ForCausalLM(transformers.Ministral3Config(**(SIZES | {"head_dim": 24} | changes)))
+
+
 def phi3(**changes: Any) -> Any:
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**(SIZES | changes)))
 
@@ -138,6 +142,13 @@ def hunyuan(**changes: Any) -> Any:
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+GROWING = {
+    **YARN,
+    "original_max_position_embeddings": 8,  # so that queries grow several times
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
+}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 500.0,
@@ -164,6 +175,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama with linear rope": lambda: llama(
         rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     ),
+    "llama with dynamic rope": lambda: llama(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}, max_position_embeddings=96
+    ),
     "llama with every bias": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
     "smollm2, tied": lambda: llama(
         tie_word_embeddings=True, hidden_size=48, num_attention_heads=3, num_key_value_heads=1
@@ -175,6 +189,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama with yarn": lambda: llama(rope_parameters=YARN),
     "mistral with yarn, no window": lambda: mistral(sliding_window=None, rope_parameters={**YARN, "truncate": False}),
     "ministral, window in the middle layer": lambda: ministral(sliding_window=WINDOW, layer_types=EVERY_OTHER),
+    "ministral 3": lambda: ministral3(rope_parameters=dict(GROWING)),
+    "ministral 3, window, tied": lambda: ministral3(
+        sliding_window=WINDOW, tie_word_embeddings=True, rope_parameters={**GROWING, "mscale": 2.0}
+    ),
     "phi-3, window": lambda: phi3(sliding_window=WINDOW),
     "phi-3, longrope": lambda: phi3(
         rope_parameters=dict(LONG_ROPE), original_max_position_embeddings=16, tie_word_embeddings=True
@@ -314,6 +332,8 @@ def test_what_sets_a_family_apart_changes_its_logits() -> None:
         ("mistral with yarn, no window", {"rope_parameters": {**YARN, "truncate": True}}),
         ("mistral with yarn, no window", {"rope_parameters": {**YARN, "truncate": False, "attention_factor": 1.0}}),
         ("ministral, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
+        ("ministral 3", {"rope_parameters": {**GROWING, "llama_4_scaling_beta": 0.0}}),
+        ("ministral 3, window, tied", {"rope_parameters": dict(GROWING)}),
         ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "long_factor": LONG_ROPE["short_factor"]}}),
         ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "attention_factor": 1.0}}),
         *(("granite", {factor: 1.0}) for factor in FACTORS),

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -154,6 +155,44 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, experts": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, "num_experts": 6, "moe_intermediate_size": 24}),
     "olmoe": ("olmoe", {**EXPERTS, "num_experts": 6}),
     "mixtral": ("mixtral", {**EXPERTS, "num_local_experts": 6}),
+    "qwen2, experts": (
+        "qwen2_moe",
+        {**EXPERTS, "num_experts": 6, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    ),
+    "granite, experts": ("granitemoe", {**EXPERTS, **FACTORS, "num_local_experts": 6}),
+    "granite, shared experts": (
+        "granitemoeshared",
+        {**EXPERTS, **FACTORS, "num_local_experts": 6, "shared_intermediate_size": 40, "attention_bias": True},
+    ),
+    "ernie, experts": (
+        "ernie4_5_moe",
+        {**EXPERTS, "head_dim": 24, "moe_k": 2, "moe_num_experts": 6, "moe_intermediate_size": 24},
+    ),
+    "gpt-oss, experts": (
+        "gpt_oss",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "sliding_window": WINDOW,
+            "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
+    "glm, experts": (
+        "glm4_moe",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+            "norm_topk_prob": True,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
 }
 LENGTHS = (61, 17)
 TOLERANCES = {"gemma3, largest": 1e-2}
@@ -245,6 +284,12 @@ def halves_swapped(rows: Any) -> Any:
     return np.roll(rows, len(rows) // 2, axis=0)
 
 
+def corrections(_metadata: Metadata, tensors: Tensors) -> None:
+    for name in tensors:
+        if name.endswith("exp_probs_b.bias"):
+            tensors[name] *= -3
+
+
 MISTAKES: list[tuple[str, str, Edit]] = [
     ("llama 3", "keys not in pairs", moved("attn_k.weight", unpaired)),
     ("llama 3", "bias of keys not in pairs", moved("attn_k.bias", unpaired)),
@@ -301,6 +346,27 @@ MISTAKES: list[tuple[str, str, Edit]] = [
     ("olmoe", "experts of a token", changed(expert_used_count=3)),
     ("mixtral", "experts of a token", changed(expert_used_count=3)),
     ("mixtral", "keys not in pairs", moved("attn_k.weight", unpaired)),
+    ("qwen2, experts", "experts of a token", changed(expert_used_count=3)),
+    ("qwen2, experts", "gate of the shared expert", moved("ffn_gate_inp_shexp.weight", np.negative)),
+    ("granite, experts", "keys not in pairs", moved("attn_k.weight", unpaired)),
+    ("granite, experts", "scores", changed(attention__scale=None)),
+    ("granite, experts", "experts of a token", changed(expert_used_count=3)),
+    ("granite, shared experts", "shared expert", moved("ffn_down_shexp.weight", np.negative)),
+    ("ernie, experts", "keys not in pairs", moved("attn_k.weight", unpaired)),
+    ("ernie, experts", "corrections", corrections),
+    ("ernie, experts", "experts of a token", changed(expert_used_count=3)),
+    ("gpt-oss, experts", "sinks", moved("attn_sinks.weight", lambda each: each - 50)),
+    ("gpt-oss, experts", "biases of gates", moved("ffn_gate_exps.bias", np.negative)),
+    ("gpt-oss, experts", "biases of ups", moved("ffn_up_exps.bias", np.negative)),
+    ("gpt-oss, experts", "biases of results", moved("ffn_down_exps.bias", np.negative)),
+    ("gpt-oss, experts", "bias of the router", moved("ffn_gate_inp.bias", np.negative)),
+    ("gpt-oss, experts", "window", changed(attention__sliding_window=0)),
+    ("glm, experts", "corrections", corrections),
+    ("glm, experts", "scale", changed(expert_weights_scale=None)),
+    ("glm, experts", "not renormalised", changed(expert_weights_norm=False)),
+    ("glm, experts", "groups", changed(expert_group_count=3, expert_group_used_count=1)),
+    ("glm, experts", "part of each head", changed(rope__dimension_count=16)),
+    ("glm, experts", "keys in pairs", moved("attn_k.weight", paired)),
     ("hunyuan", "base without alpha", changed(rope__freq_base=500.0)),
 ]
 """What a file may say otherwise than the converter does, each of which changes the logits if it is heeded."""
@@ -322,7 +388,7 @@ DENSE = {name: case for name, case in CASES.items() if "largest" not in name}
 def test_missing_and_left_over_tensors_are_named(case: str, tmp_path: Path) -> None:
     model, path = reference(case)[0], tmp_path / "tiny.gguf"
     names = [name for name in gguf_of(model)[1] if "blk." not in name or "blk.1." in name]
-    left_over = "blk.1.attn_sinks.weight"
+    left_over = "blk.1.attn_k_b.weight"
     write_gguf(model, path, lambda _metadata, tensors: tensors.update({left_over: np.ones(4, dtype=np.float32)}))
     assert refused(path).field == left_over
     for missing in names:
@@ -361,6 +427,9 @@ def test_keys_that_nobody_reads_are_named(case: str, tmp_path: Path) -> None:
         ("gemma3", changed(final_logit_softcapping=3.0), "gemma3.final_logit_softcapping"),
         ("glm4", changed(rope__dimension_count=11), "glm4.rope.dimension_count"),
         ("glm4", changed(nextn_predict_layers=1), "glm4.nextn_predict_layers"),
+        ("glm, experts", changed(expert_gating_func=1), "glm4moe.expert_gating_func"),
+        ("glm, experts", changed(expert_group_count=4), "glm4moe.expert_group_count"),
+        ("ernie, experts", changed(interleave_moe_layer_step=0), "ernie4_5-moe.interleave_moe_layer_step"),
         ("granite", changed(rope__scaling__finetuned=False), "granite.rope.scaling.finetuned"),
         ("granite", changed(residual_scale=0.0), "granite.residual_scale"),
         ("olmo2", changed(attention__value_length=8), "olmo2.attention.value_length"),
@@ -432,6 +501,51 @@ def test_norms_with_an_offset_stay_in_float32(tmp_path: Path) -> None:
             weights = load_weights(file, file.spec(), dtype=torch.bfloat16, device="cpu")
         norms = [*weights.final_norm.values(), *weights.layers[0].feed.vectors.values()]
         assert {each.dtype for each in norms} == {wanted}
+
+
+def test_stacks_of_mxfp4_are_what_the_package_makes_of_them(tmp_path: Path) -> None:
+    """As in the published files of gpt-oss, whose experts stay in their codes."""
+    _, changes = CASES["gpt-oss, experts"]
+    model, path = random_model("gpt_oss", **(changes | {"intermediate_size": 32})), tmp_path / "tiny.gguf"
+    write_gguf(model, path, kinds={"_exps.weight": Kind.MXFP4})
+    stacks = {each.name: each for each in gguf.GGUFReader(path).tensors if each.name.endswith("_exps.weight")}
+    with GgufFile(path) as file:
+        weights = load_weights(file, file.spec(), dtype=torch.float32, device="cpu", keep_packed=True)
+    found = weights.layers[1].feed.matrices
+    for expert in range(6):
+        gate, up, down = (
+            gguf.quants.dequantize(stacks[f"blk.1.ffn_{role}_exps.weight"].data, Kind.MXFP4)[expert]
+            for role in ("gate", "up", "down")
+        )
+        gate_up = found[f"gate_up_{expert}"]
+        assert gate_up.format.name == "mxfp4"
+        assert np.array_equal(gate_up.dense(torch.float32).numpy(), np.concatenate((gate, up)))
+        assert np.array_equal(found[f"down_{expert}"].dense(torch.float32).numpy(), down)
+
+
+def squeezed(_metadata: Metadata, tensors: Tensors) -> None:
+    for name in tensors:
+        if name.endswith(("exp_probs_b.bias", "ffn_gate_inp_shexp.weight")):
+            tensors[name] = tensors[name].squeeze()
+
+
+def with_a_layer_behind(metadata: Metadata, tensors: Tensors) -> None:
+    """One that predicts further tokens, which the number of layers counts and whose tensors nobody reads."""
+    metadata |= {"glm4moe.block_count": metadata["glm4moe.block_count"] + 1, "glm4moe.nextn_predict_layers": 1}
+    tensors |= {name.replace("blk.2.", "blk.3."): each for name, each in tensors.items() if name.startswith("blk.2.")}
+    tensors["blk.3.nextn.enorm.weight"] = np.ones(64, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("case", "edit"),
+    [("qwen2, experts", squeezed), ("ernie, experts", squeezed), ("glm, experts", with_a_layer_behind)],
+)
+def test_files_of_other_converters_hold_the_same_model(case: str, edit: Edit, tmp_path: Path) -> None:
+    """Older ones left out dimensions of size 1; some leave out layers that predict further tokens, and some do not."""
+    model, sequences, expected = reference(case)
+    write_gguf(model, tmp_path / "tiny.gguf", edit)
+    for wanted, found in zip(expected, found_logits(tmp_path / "tiny.gguf", sequences), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 def joined(_metadata: Metadata, tensors: Tensors) -> None:

@@ -78,6 +78,7 @@ CALLS = {
     "llama3_json": '<|python_tag|>{"name": "find", "parameters": {"text": "a"}}',
     "mistral": '[TOOL_CALLS][{"name": "find", "arguments": {"text": "a"}}, {"name": "find", "arguments": {}}]',
     "mistral_args": '[TOOL_CALLS]find[ARGS]{"text": "a"}',
+    "gemma4": '<|tool_call>call:find{text:<|"|>a<|"|>,size:3}<tool_call|>',
     "pythonic": '<|python_tag|>[find(text="a", size=3)]',
 }
 

@@ -28,7 +28,7 @@ def write_adapter(folder: Path, shape: ModelShape, modules: tuple[str, ...], ran
         for module in modules:
             part = "self_attn" if module in ("q", "k", "v", "o") else "mlp"
             name = f"base_model.model.model.layers.{layer}.{part}.{module}_proj"
-            inputs, outputs = shape.size(module)
+            inputs, outputs = shape.size(module, layer)
             for half, size in (("A", [rank, inputs]), ("B", [outputs, rank])):
                 start, end = end, end + size[0] * size[1] * dtype.itemsize
                 known = {"dtype": _STORED[dtype], "shape": size, "data_offsets": [start, end]}

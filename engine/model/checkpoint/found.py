@@ -44,7 +44,7 @@ class Place:
     expert: int
     """Number of the expert whose weight it is."""
     experts: int
-    """Number of experts that the tensor holds."""
+    """Number of experts that the tensor holds; 0 for one that holds norms of heads."""
     nbytes: int
     """Bytes of the weight alone."""
 

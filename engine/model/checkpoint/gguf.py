@@ -28,12 +28,14 @@ from headrace.engine.model.families.gguf_rope import ROPE_TENSORS
 from headrace.engine.model.families.registry import from_gguf
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Dense, Format, Stored
+from headrace.ops.gguf_float4 import MXFP4, float4_from_file
 from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks
 
 __all__ = ["GgufFile"]
 
 _BLOCK_ELEMENTS = 1 << 18
 _MOST_DIVISORS = 1024
+_NAN = 255  # among the exponents of MXFP4's scales
 _NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
@@ -142,10 +144,10 @@ class GgufFile:
         """Return how many bytes of the file the tensor takes."""
         return self.tensors[name].nbytes
 
-    def block_format(self, name: str) -> GgufBlocks | None:
+    def block_format(self, name: str) -> Format | None:
         """Return the format of a matrix that lies in the file in blocks; None for other tensors."""
         tensor = self.tensors[name]
-        return GgufBlocks(tensor.kind) if tensor.kind in BLOCK_KINDS and len(tensor.shape) == 2 else None
+        return _blocks_of(tensor.kind) if len(tensor.shape) == 2 else None
 
     def blocks(self, name: str, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield a tensor's rows in order, dequantised, as (first row, float32 [rows, inner] or [elements]).
@@ -169,14 +171,12 @@ class GgufFile:
             ModelRejected: The file has shrunk since it was opened.
         """
         tensor = self.tensors[name]
-        format = GgufBlocks(tensor.kind)
         for first, raw in self._raw_blocks(name, tensor, elements):
-            yield first, format.from_file(raw, (len(raw), tensor.shape[-1]))
+            yield first, self._stored(name, raw)
 
     def stacked_format(self, name: str) -> Format:
         """Return the format in which `in_stack` yields the rows of a stack of matrices."""
-        kind = self.tensors[name].kind
-        return GgufBlocks(kind) if kind in BLOCK_KINDS else Dense(torch.float32)
+        return _blocks_of(self.tensors[name].kind) or Dense(torch.float32)
 
     def in_stack(self, name: str, place: int, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, Stored]]:
         """Yield the rows of one matrix of a stack in order, in blocks as the file has them, or else in float32.
@@ -184,13 +184,20 @@ class GgufFile:
         Raises:
             ModelRejected: The file has shrunk since it was opened.
         """
-        tensor, format = self.tensors[name], self.stacked_format(name)
-        rows = tensor.shape[1]
+        tensor = self.tensors[name]
+        rows, is_plain = tensor.shape[1], _blocks_of(tensor.kind) is None
         for first, raw in self._raw_blocks(name, tensor, elements, range(place * rows, (place + 1) * rows)):
-            if isinstance(format, GgufBlocks):
-                yield first, format.from_file(raw, (len(raw), tensor.shape[-1]))
-            else:
-                yield first, Stored.from_dense(_dequantised(raw, tensor.kind))
+            yield first, Stored.from_dense(_dequantised(raw, tensor.kind)) if is_plain else self._stored(name, raw)
+
+    def _stored(self, name: str, raw: torch.Tensor) -> Stored:
+        """Return rows of blocks, uint8 [rows, bytes], as a weight."""
+        tensor = self.tensors[name]
+        if tensor.kind != Kind.MXFP4:
+            return GgufBlocks(tensor.kind).from_file(raw, (len(raw), tensor.shape[-1]))
+        weight = float4_from_file(raw)
+        if bool((weight.parts["scale"] == _NAN).any()):
+            _refuse(self.name, f"a scale of {name}", "nan", "a number")
+        return weight
 
     def _raw_blocks(
         self, name: str, tensor: GgufTensor, elements: int, wanted: range | None = None
@@ -215,6 +222,11 @@ class GgufFile:
             yield first, torch.frombuffer(data, dtype=torch.uint8).view(-1, row_bytes)
 
 
+def _blocks_of(kind: Kind) -> Format | None:
+    """Return the format of blocks of a kind; None for a kind that is no block's."""
+    return MXFP4 if kind == Kind.MXFP4 else GgufBlocks(kind) if kind in BLOCK_KINDS else None
+
+
 def _refuse(file: str, field: str, value: object, limit: object) -> NoReturn:
     shown = f"{value!r}"[:200]
     raise ModelRejected(f"{file}: {field} is {shown}; allowed: {limit}", field=field, value=value, limit=limit)
@@ -228,6 +240,8 @@ def _dequantised(raw: torch.Tensor, kind: Kind) -> torch.Tensor:
         return raw.view(torch.float16).float()
     if kind == Kind.BF16:
         return raw.view(torch.bfloat16).float()
+    if kind == Kind.MXFP4:
+        return float4_from_file(raw).dense(torch.float32)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     shape = (len(raw), raw.shape[1] // size * block)
     return GgufBlocks(kind).from_file(raw, shape).dense(torch.float32)

@@ -21,7 +21,7 @@ from headrace.ops.gguf_formats import BLOCK_KINDS
 
 __all__ = ["GgufTensor", "read_gguf_header"]
 
-_KINDS = (Kind.F32, Kind.F16, Kind.BF16, *BLOCK_KINDS)
+_KINDS = (Kind.F32, Kind.F16, Kind.BF16, *BLOCK_KINDS, Kind.MXFP4)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")

@@ -5,6 +5,7 @@ A name that is missing, left over or of another shape is an error before anythin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -43,9 +44,10 @@ class Inventory:
         """
         self.files = files
         held = spec if isinstance(spec, Holding) else Holding.of(spec)
-        is_bare = not any(name.startswith(held.names.prefix) for name in files.shapes)
-        self.names: Names = held.names.bare() if is_bare else held.names
+        self.names: Names = held.names.found_in(files.shapes)
         """Names of the tensors; a folder may have been saved without the class that holds the head."""
+        self.others = [name for name in files.shapes if self.names.is_other(name)]
+        """Tensors of the other parts of a larger model, which are left unread."""
         self.scales = [self._scale_names(layer) for layer in range(held.num_layers)]
         """By layer, names of the scales of an 8-bit cache that it may have, each with `k` (keys) or `v` (values)."""
         self.tied_leftover: Found | None = None
@@ -59,7 +61,7 @@ class Inventory:
         if missing:
             limit = f"the {len(wanted)} tensors of the model ({len(missing)} missing{self._counted()})"
             self.refuse(missing[0], "missing", limit)
-        if held.tied_head is not None and not is_bare:
+        if held.tied_head is not None and self.names.prefix:
             head = self.names.of(Part("head.weight", 0))
             if files.shapes.get(head) == held.tied_head:
                 self.tied_leftover = find(files, head, readers)
@@ -95,6 +97,7 @@ class Inventory:
     def _check_leftovers(self, *, is_tied: bool) -> None:
         known = {tensor for found in self._found.values() for tensor in found.tensors}
         known.update(name for names in self.scales for name in names)
+        known.update(self.others)
         if self.tied_leftover is not None:
             known.update(self.tied_leftover.tensors)
         left = [name for name in self.files.shapes if name not in known and not self.names.harmless.fullmatch(name)]
@@ -120,7 +123,12 @@ class Inventory:
             self.refuse(name, f"stored as {found.format.name}", error)
 
     def _check_stacks(self) -> None:
-        """Refuse tensors that hold more experts than the model has."""
+        """Refuse tensors that hold more experts, or norms of more heads, than the model has."""
+        read = Counter(each.tensors[0] for each in self._found.values() if each.place and not each.place.experts)
+        for tensor, heads in read.items():
+            shape = list(self.files.shapes[tensor])
+            if shape[0] != heads:
+                self.refuse(tensor, shape, f"the shape {[heads, *shape[1:]]}")
         for found in self._found.values():
             if found.place is not None and found.place.experts > self._experts:
                 wanted = f"{self._experts}, as the config says"

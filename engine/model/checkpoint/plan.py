@@ -12,7 +12,16 @@ from typing import NamedTuple
 from headrace.engine.model.roles import Fused, Names, Part, bias, matrix
 from headrace.engine.model.spec import DecoderSpec
 
-__all__ = ["Holding", "LayerPlan", "all_parameters", "all_parts", "final_norm_plan", "layer_plan", "top_plan"]
+__all__ = [
+    "Holding",
+    "LayerPlan",
+    "all_parameters",
+    "all_parts",
+    "final_norm_plan",
+    "layer_plan",
+    "per_layer_plan",
+    "top_plan",
+]
 
 
 class LayerPlan(NamedTuple):
@@ -68,9 +77,14 @@ def final_norm_plan(spec: DecoderSpec) -> dict[str, Fused]:
     return spec.layers[-1].norms.weights("final_norm", spec.hidden_size)
 
 
+def per_layer_plan(spec: DecoderSpec) -> dict[str, Fused]:
+    """Return the parameters of embeddings that each layer has for itself, by their names in `PerLayerWeights`."""
+    return {} if spec.per_layer is None else spec.per_layer.parameters(spec.hidden_size, spec.num_layers)
+
+
 def all_parameters(spec: DecoderSpec) -> Iterator[Fused]:
     """Yield every parameter of a decoder."""
-    plans: list[Mapping[str, Fused]] = [top_plan(spec), final_norm_plan(spec)]
+    plans: list[Mapping[str, Fused]] = [top_plan(spec), final_norm_plan(spec), per_layer_plan(spec)]
     for layer in range(spec.num_layers):
         plans += layer_plan(spec, layer)
     for plan in plans:

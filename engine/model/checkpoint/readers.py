@@ -14,6 +14,7 @@ import torch
 
 from headrace.engine.model.checkpoint.found import Allocate, Checkpoint, Found, Pieces, Reader, refuse_tensor
 from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.checkpoint.head_norms import HeadNormRows
 from headrace.engine.model.checkpoint.interleaved import InterleavedExperts
 from headrace.engine.model.checkpoint.quantised.reader import QuantisedTensors
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
@@ -78,6 +79,7 @@ READERS: tuple[Reader, ...] = (
     GgufBlockMatrices(),
     StackedExperts(),
     InterleavedExperts(),
+    HeadNormRows(),
     QuantisedTensors(),
     PlainTensors(),
 )

@@ -9,7 +9,7 @@ from typing import get_args
 from torch import Tensor
 
 from headrace.engine.model.checkpoint.inventory import Inventory
-from headrace.engine.model.checkpoint.plan import final_norm_plan, layer_plan, top_plan
+from headrace.engine.model.checkpoint.plan import final_norm_plan, layer_plan, per_layer_plan, top_plan
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.experts import is_of_expert
 from headrace.engine.model.roles import Fused
@@ -60,6 +60,9 @@ def stored_parts(weights: DecoderWeights) -> tuple[WeightPart, ...]:
         total.add("head", weights.head.format.name, weights.head.nbytes)
     if weights.positions_PE is not None:
         total.add("embedding", name_of(weights.positions_PE), weights.positions_PE.nbytes)
+    if weights.per_layer is not None:
+        for each in (weights.per_layer.table_VX, weights.per_layer.product_XE):
+            total.add("embedding", each.format.name, each.nbytes)
     total.add_vectors(weights.top_tensors)
     for number in range(len(weights.layers)):
         layer = weights.layers[number]
@@ -86,6 +89,7 @@ def parts_in_files(inventory: Inventory, spec: DecoderSpec) -> tuple[WeightPart,
     top = top_plan(spec)
     add("embedding", {name: fused for name, fused in top.items() if name != "head"})
     add("head", {name: fused for name, fused in top.items() if name == "head"})
+    add("embedding", per_layer_plan(spec))
     add("other", final_norm_plan(spec))
     for number in range(spec.num_layers):
         layer = layer_plan(spec, number)

@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.parameters import BlankMaker, Empty, FileMaker, Layout, Progress, kept
-from headrace.engine.model.checkpoint.plan import final_norm_plan, layer_plan, top_plan
+from headrace.engine.model.checkpoint.plan import final_norm_plan, layer_plan, per_layer_plan, top_plan
 from headrace.engine.model.checkpoint.readers import READERS, Checkpoint, Reader
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.roles import Fused
@@ -34,6 +34,7 @@ __all__ = [
     "LayerWeights",
     "Layers",
     "Maker",
+    "PerLayerWeights",
     "Source",
     "SublayerWeights",
     "describe_weights",
@@ -66,6 +67,18 @@ class LayerWeights:
     feed: SublayerWeights
 
 
+@dataclass(frozen=True, slots=True)
+class PerLayerWeights:
+    """What makes the embeddings of tokens that each layer has for itself, P elements in each of L layers."""
+
+    table_VX: Stored
+    """Table of the tokens, [V, L * P]."""
+    product_XE: Stored
+    """Weight of the product of the model's own embedding, [L * P, E]."""
+    norm_P: Tensor
+    """Weight of the norm of that product."""
+
+
 class Layers(Protocol):
     """The parameters of each layer, by its number."""
 
@@ -89,13 +102,16 @@ class DecoderWeights:
     """Scales of an 8-bit cache, for the layers for which the checkpoint has them."""
     positions_PE: Tensor | None = None
     """Embeddings of positions, where these are learned."""
+    per_layer: PerLayerWeights | None = None
+    """What makes embeddings that each layer has for itself, in models with such."""
     head_bias_V: Tensor | None = None
 
     @property
     def top_tensors(self) -> tuple[Tensor, ...]:
         """Norms and biases outside the layers."""
         biases = () if self.head_bias_V is None else (self.head_bias_V,)
-        return (*self.final_norm.values(), *biases)
+        norms = () if self.per_layer is None else (self.per_layer.norm_P,)
+        return (*self.final_norm.values(), *norms, *biases)
 
     @property
     def embedding_VE(self) -> Tensor:
@@ -143,7 +159,17 @@ def _assemble(
     positions_PE, head_bias_V = (
         maker.dense(top[name]) if name in top else None for name in ("positions_PE", "head_bias_V")
     )
-    return DecoderWeights(embedding, layers, final_norm, head, positions_PE=positions_PE, head_bias_V=head_bias_V)
+    made = DecoderWeights(embedding, layers, final_norm, head, positions_PE=positions_PE, head_bias_V=head_bias_V)
+    return replace(made, per_layer=_per_layer(spec, maker, keep_embedding=keep_embedding))
+
+
+def _per_layer(spec: DecoderSpec, maker: Maker, *, keep_embedding: bool) -> PerLayerWeights | None:
+    """Make what belongs to embeddings of each layer; nothing of it is ever quantised here."""
+    plan = per_layer_plan(spec)
+    if not plan:
+        return None
+    table = maker.table(plan["table_VX"]) if keep_embedding else Stored.from_dense(maker.dense(plan["table_VX"]))
+    return PerLayerWeights(table, maker.table(plan["product_XE"]), maker.dense(plan["norm_P"]))
 
 
 def _head(spec: DecoderSpec, maker: Maker, top: Mapping[str, Fused], embedding: Stored) -> Stored:

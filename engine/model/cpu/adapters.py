@@ -91,21 +91,21 @@ def _sites(layout: BlockLayout, block: Tensor) -> dict[Place, SiteUpdate]:
     ]
     groups.append(((-1, "head"), [("head", HEAD)]))
     return {
-        place: _site(layout, block, modules)
+        place: _site(layout, block, modules, max(place[0], 0))
         for place, modules in groups
         if any(layout.ranks[row] for _, row in modules)
     }
 
 
-def _site(layout: BlockLayout, block: Tensor, modules: Sequence[tuple[str, int]]) -> SiteUpdate:
-    inputs = layout.shape.size(modules[0][0])[0]
+def _site(layout: BlockLayout, block: Tensor, modules: Sequence[tuple[str, int]], layer: int) -> SiteUpdate:
+    inputs = layout.shape.size(modules[0][0], layer)[0]
     ranks = [int(layout.ranks[row]) for _, row in modules]
     first = int(layout.a[modules[0][1]])
     a_RI = block[first : first + sum(ranks) * inputs].view(sum(ranks), inputs)
     parts = []
     start = column = 0
     for (module, row), rank in zip(modules, ranks, strict=True):
-        outputs = layout.shape.size(module)[1]
+        outputs = layout.shape.size(module, layer)[1]
         if rank:
             b = int(layout.b[row])
             parts.append(UpdatePart(start, column, block[b : b + rank * outputs].view(rank, outputs)))

@@ -16,7 +16,7 @@ from headrace.engine.errors import InvalidParams
 from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.cpu.heads import CpuDraftHead, LoadHead
 from headrace.engine.model.cpu.rows import CpuRows
-from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops
+from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops, kv_layout
 from headrace.engine.model.drafting.heads.reading import HeadFiles, open_head, open_mtp
 from headrace.engine.model.drafting.heads.spec import HeadSpec, MedusaSpec
 from headrace.engine.model.network.decoder import Decoder
@@ -52,7 +52,7 @@ class HeadSource:
         """Return the memory that the head takes of each page, in bytes, with what `ops` returned."""
         if isinstance(self.spec, MedusaSpec):
             return 0
-        return next(iter(ops.values())).page_bytes(self.spec.block.num_layers)
+        return kv_layout(self.spec.block, ops).page_bytes(next(iter(ops.values())).dtype)
 
     def loader(self, ops: Mapping[MixerSpec, CpuOps], *, dtype: torch.dtype, keep_packed: bool) -> LoadHead:
         """Return the function that reads the head, now and after a sleep without weights."""

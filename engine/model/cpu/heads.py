@@ -105,20 +105,27 @@ class CpuDraftHead:
         """Layers of the target whose inputs the head reads."""
         return self.spec.taps
 
+    @property
+    def _pages(self) -> Tensor:
+        """The head's pages, all in one pool, since its layers are of one kind."""
+        assert self.kv is not None
+        (pool,) = self.kv.pools
+        return pool
+
     def resize(self, pages: int) -> None:
         """Make room for another number of pages."""
         if self.kv is not None:
             self.kv = self.kv.resized(pages)
 
-    def open_host_pool(self, places: int) -> None:
-        """Make room for `places` pages in host memory."""
+    def open_host_pool(self, places: int, *, promised: int) -> None:
+        """Make room for `places` pages in host memory, of which others will use `promised` bytes."""
         if self.kv is not None:
-            self._host = HostPool(self.kv.pages_LPsKTD, places, pinned=False)
+            self._host = HostPool(self._pages, places, pinned=False, promised=promised)
 
     def spill(self, plan: StepPlan) -> None:
         """Copy pages to host memory, before the plan's step writes to others."""
         if self.kv is not None and self._host is not None and plan.spills:
-            self._host.spill(self.kv.pages_LPsKTD, plan.spills)
+            self._host.spill(self._pages, plan.spills)
 
     def update(self, plan: StepPlan) -> None:
         """Apply the plan's new rows, of which nothing is known, and its copies of pages."""
@@ -128,7 +135,7 @@ class CpuDraftHead:
             return
         self.kv.copy_pages(plan.copies)
         if plan.fetches and self._host is not None:
-            self._host.fetch(self.kv.pages_LPsKTD, plan.fetches)
+            self._host.fetch(self._pages, plan.fetches)
 
     def take_up(self, batch: StepBatch, hidden: HiddenStates, last: Mapping[int, tuple[int, int]]) -> None:
         """Compute the head's states of a step's positions, once the tokens behind them are known.

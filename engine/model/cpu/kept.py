@@ -30,6 +30,9 @@ def kept_parts(weights: DecoderWeights, ops: CpuOps) -> tuple[WeightPart, ...]:
     total = WeightSum()
     if weights.positions_PE is not None:
         total.add("embedding", name_of(weights.positions_PE), weights.positions_PE.nbytes)
+    if (own := weights.per_layer) is not None:
+        total.add("embedding", own.table_VX.format.name, own.table_VX.nbytes)
+        _add(total, "embedding", kept_by(own.product_XE, ops.dtype, ops.products))
     total.add_vectors(weights.top_tensors)
     for number in range(len(weights.layers)):
         layer = weights.layers[number]

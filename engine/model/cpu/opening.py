@@ -22,7 +22,7 @@ from headrace.engine.model.drafting.ngram import NgramDrafter
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.adapter_device import adapter_device
-from headrace.engine.model.shared.device import Device
+from headrace.engine.model.shared.device import Device, within_context
 from headrace.engine.model.shared.load_threads import load_threads
 from headrace.engine.model.shared.memory import return_freed_memory
 from headrace.engine.model.shared.torch_threads import default_threads
@@ -47,6 +47,7 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignMo
         InvalidParams: An option does not fit the model or the device.
     """
     dtype, limits = cpu_dtype(config), cpu_limits(config, spec)
+    spec = within_context(spec, limits.context)
     threads = config.cpu_threads or default_threads()
     context = Context(threads) if runs_native(spec) else None
     ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype, context=context)

@@ -6,7 +6,7 @@ step can be launched before this one is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, TypeAlias, TypedDict
 
@@ -24,17 +24,17 @@ from headrace.engine.model.drafting.ngram import Drafter
 from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.model.network.foreign import Network
-from headrace.engine.model.network.rotation import rotation_table
+from headrace.engine.model.network.rotation import growth_table, rotation_table
 from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.shared.results import step_result
-from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, SinkAttention, SoftcappedAttention
+from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, Paged, SinkAttention, SoftcappedAttention
 from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan, Work
 from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu.block import CpuOps
-from headrace.ops.cpu.kv import CpuKv
+from headrace.ops.cpu.kv import CpuKv, KvLayout, PageShape
 from headrace.ops.cpu.latents import LatentPages, NativeLatentOps, TorchLatentOps
 from headrace.ops.cpu.linear import ALIKE_ROWS, CpuLinear
 from headrace.ops.cpu.lora import AdapterUsers, CpuAdapterOps
@@ -44,7 +44,7 @@ from headrace.ops.cpu.products import PRODUCTS, CpuKernel
 from headrace.ops.cpu.scores import Weigh
 from headrace.ops.cpu.step import CpuStep
 
-__all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops"]
+__all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops", "kv_layout"]
 
 CpuDecoder: TypeAlias = Network[CpuLinear, CpuStep, CpuKv]
 
@@ -82,6 +82,8 @@ class _Sizes(TypedDict):
     window: int | None
     scale: float | None
     early: tuple[Tensor, Tensor] | None
+    growth_P: Tensor | None
+    only_queries: bool
 
 
 def cpu_ops(
@@ -97,7 +99,7 @@ def cpu_ops(
     """Return the operations of each kind of mixer that `spec` has.
 
     Args:
-        spec: A model whose layers all attend, with heads of one number and size, or all to latent vectors.
+        spec: A model whose layers all attend to keys and values, or all to latent vectors.
         page_size: Tokens of a page.
         max_positions: Number of positions for which rotations are made.
         dtype: Dtype of activations, keys and values.
@@ -107,7 +109,7 @@ def cpu_ops(
             attention, have kernels of their own, and activations in float32.
 
     Raises:
-        ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is of no
+        ModelRejected: The layers differ in what the norms need alike, one does not attend, or an attention is of no
             variant in `variants`.
     """
 
@@ -117,7 +119,7 @@ def cpu_ops(
     if has_latents(spec):
         return _latent_ops(spec, page_size, max_positions, dtype, products, context)
     found: dict[MixerSpec, CpuOps] = {}
-    for attention in spec.attention_kinds:
+    for attention in _attentions(spec):
         variant = variants.get(attention.scores)
         if variant is None and attention.scores not in _OWN_SCORES:
             known = ", ".join((*_OWN_SCORES, *variants))
@@ -134,6 +136,8 @@ def cpu_ops(
             "window": attention.window,
             "scale": attention.scale,
             "early": None if attention.early_rope is None else table(attention, attention.early_rope),
+            "growth_P": growth_table(attention, max_positions, torch.device("cpu")),
+            "only_queries": attention.state.source is not None,
         }
         if context is not None:
             found[attention] = NativeOps(context, **sizes, dtype=dtype)
@@ -142,6 +146,22 @@ def cpu_ops(
             has_sinks = isinstance(attention, SinkAttention)
             found[attention] = CpuOps(**sizes, dtype=dtype, weigh=weigh, has_sinks=has_sinks, products=products)
     return found
+
+
+def _attentions(spec: DecoderSpec) -> Iterator[Attention]:
+    for mixer in spec.mixer_kinds:
+        if not isinstance(mixer, Attention):
+            refuse(spec.architecture, "the mixer of a layer", mixer, "attention")
+        yield mixer
+
+
+def kv_layout(spec: DecoderSpec, ops: Mapping[MixerSpec, CpuOps]) -> KvLayout:
+    """Return where the layers of a model keep keys and values, by the operations of each kind of mixer."""
+    found = list[PageShape | int]()
+    for layer in spec.layers:
+        source = layer.mixer.state.source if isinstance(layer.mixer.state, Paged) else None
+        found.append(ops[layer.mixer].page_shape if source is None else source)
+    return KvLayout.of(found)
 
 
 def _latent_ops(
@@ -195,14 +215,14 @@ class CpuRunner:
         self._load: Callable[[], CpuDecoder] | None = load
         self._decoder: CpuDecoder | None = decoder
         self._ops = ops
-        self._any = next(iter(ops.values()))  # all share one cache layout
-        self._kv = self._any.allocate_kv(decoder.spec.num_layers, capacity.num_pages)
+        self._any = next(iter(ops.values()))  # what does not depend on the kind of a layer is asked of one
+        self._kv = CpuKv.allocate(kv_layout(decoder.spec, ops), capacity.num_pages, self._any.dtype)
         self._rows = CpuRows(capacity, bank)
         self._load_head = load_head
         self._head = None if load_head is None else load_head(decoder, self._rows, capacity.num_pages)
         guesses = drafter if self._head is None else self._head
         self._drafts = None if guesses is None else CpuDrafts(capacity, guesses)
-        self._host: HostPool | None = None
+        self._hosts: tuple[HostPool, ...] = ()
         self._thread = PlanThread(self._carry_out, name="headrace-cpu", threads=threads)
 
     def launch(self, plan: StepPlan) -> PlanStep:
@@ -212,8 +232,7 @@ class CpuRunner:
     @property
     def most_pages(self) -> int:
         """Largest number of pages for `resize`: what free memory can hold beside the present ones."""
-        pages_LPsKTD = self._kv.pages_LPsKTD
-        return max(pages_LPsKTD.shape[1], free_host_bytes() // (pages_LPsKTD[:, :1].nbytes))
+        return max(self._kv.num_pages, free_host_bytes() // self._kv.page_bytes)
 
     def resize(self, num_pages: int) -> None:
         """Make room for `num_pages` pages; until that is done, the present ones hold their memory, too."""
@@ -240,14 +259,18 @@ class CpuRunner:
             self._head.resize(num_pages)
         elif self._load_head is not None and self._drafts is not None:
             self._head = self._drafts.drafter = self._load_head(self._decoder, self._rows, num_pages)
-        self._kv = self._any.allocate_kv(self._decoder.spec.num_layers, num_pages)
+        self._kv = self._kv.resized(num_pages)
 
     def open_host_pool(self, places: int) -> float:
         """Make room for `places` pages beside the cache; return the seconds that moving one page takes."""
-        self._host = HostPool(self._kv.pages_LPsKTD, places, pinned=False)
+        hosts, pools = list[HostPool](), self._kv.pools
+        for pool in pools:
+            hosts.append(HostPool(pool, places, pinned=False, promised=sum(each.nbytes for each in hosts)))
+        self._hosts = tuple(hosts)
         if self._head is not None:
-            self._head.open_host_pool(places)
-        return self._host.measure(self._kv.pages_LPsKTD, self._kv.pages_LPsKTD.shape[1], lambda: None)
+            self._head.open_host_pool(places, promised=sum(each.nbytes for each in hosts))
+        each = zip(hosts, pools, strict=True)
+        return sum(host.measure(pool, self._kv.num_pages, lambda: None) for host, pool in each)
 
     def close(self) -> None:
         """Join the thread and drop the model and the cache."""
@@ -255,7 +278,8 @@ class CpuRunner:
         self._rows.options.close()
         for ops in self._ops.values():
             ops.close()
-        self._decoder = self._host = self._load = self._head = self._drafts = self._load_head = None
+        self._decoder = self._load = self._head = self._drafts = self._load_head = None
+        self._hosts = ()
         del self._kv, self._ops, self._any
         return_freed_memory()
 
@@ -328,15 +352,15 @@ class CpuRunner:
 
     def _apply(self, plan: StepPlan) -> None:
         """Take in what a plan changes before its works."""
-        if plan.spills and self._host is not None:
-            self._host.spill(self._kv.pages_LPsKTD, plan.spills)
+        for host, pool in zip(self._hosts, self._kv.pools, strict=False):
+            host.spill(pool, plan.spills)
         if self._head is not None:
             self._head.spill(plan)
             self._head.update(plan)
         self._rows.update(plan)
         self._kv.copy_pages(plan.copies)
-        if plan.fetches and self._host is not None:
-            self._host.fetch(self._kv.pages_LPsKTD, plan.fetches)
+        for host, pool in zip(self._hosts, self._kv.pools, strict=False):
+            host.fetch(pool, plan.fetches)
 
     def _hidden(
         self, decoder: CpuDecoder, batch: StepBatch, steps: Mapping[MixerSpec, CpuStep], last_S: Tensor

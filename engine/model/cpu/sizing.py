@@ -12,7 +12,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.checkpoint.weights import Source, describe_weights
 from headrace.engine.model.cpu.kept import kept_parts
-from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.cpu.runner import cpu_ops, kv_layout
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.device import Limits, fit
@@ -127,7 +127,7 @@ def cpu_sizes(
         with closing(next(iter(made.values()))):
             return cpu_sizes(config, spec, source, made)
     first = next(iter(ops.values()))
-    page_bytes = first.page_bytes(spec.num_layers)
+    page_bytes = kv_layout(spec, ops).page_bytes(dtype)
     if isinstance(source, ForeignModel):
         return CpuSizes(config, spec, limits, dtype, page_bytes, source.parts(dtype))
     weights = describe_weights(

@@ -56,17 +56,20 @@ def buckets(max_rows: int) -> list[int]:
 
 
 def _ways(
-    kernels: Sequence[DecodeKernel], shape: HeadShape, arch: Arch, attention: str
+    kernels: Sequence[DecodeKernel], shapes: Sequence[HeadShape], arch: Arch, attention: str
 ) -> tuple[DecodeChoice, dict[str, DecodeKernel]]:
-    """Return the choice between ways to attend in decodes that could be compiled, and all that were asked for."""
+    """Return the choice between ways to attend in decodes that could be compiled, and all that were asked for.
+
+    All layers of a step attend in one way, which takes the heads of each.
+    """
     named = {each.name: each for each in kernels if attention in ("auto", each.name)}
     able = [
         each
         for each in named.values()
-        if each.refuses(shape, arch) is None
-        and (attention != "auto" or compiles(each.builds(shape), f"decodes attend without {each.name!r}, and slower"))
+        if all(each.refuses(shape, arch) is None for shape in shapes)
+        and (attention != "auto" or compiles(each.builds(shapes[0]), f"decodes attend without {each.name!r}, slower"))
     ]
-    return resolve_decode(able, shape, arch), named
+    return resolve_decode(able, shapes[0], arch), named
 
 
 class Key(NamedTuple):
@@ -75,7 +78,7 @@ class Key(NamedTuple):
     bucket: int
     """Number of rows that the graph computes."""
     way: str
-    """Way of attention: "fused", "even", "fa2" or "xqa"."""
+    """Way of attention: "fused", "even", "fa2", "xqa" or "split"."""
     variant: Variant | None
     """Variant of the choice of tokens; None for a graph that ends with the logits."""
     use: AdapterUse
@@ -163,7 +166,8 @@ class DecodeGraphs:
         self._device = kv.device
         any_ops = next(iter(ops.values()))
         self._pdl, self._shape, self._chain = any_ops.pdl, any_ops.shape, any_ops.products.room.chain
-        self._ways, self._kernels = _ways(kernels, self._shape, any_ops.arch, attention)
+        shapes = [each.shape for each in ops.values()]
+        self._ways, self._kernels = _ways(kernels, shapes, any_ops.arch, attention)
         self._room = DecodeRoom(any_ops.arch, self._device, most_rows=self._buckets[-1], pdl=self._pdl)
         self._inputs = self._allocate(max_rows)
         self._graphs: dict[Key, _Graph] = {}

@@ -15,10 +15,10 @@ import torch
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights, SublayerWeights, describe_weights
 from headrace.engine.model.experts import ExpertsFeed, down_of, gate_up_of, is_of_expert
+from headrace.engine.model.shared.heads import attention_kinds, head_shape
 from headrace.engine.model.spec import DecoderSpec, DenseFeed
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
-from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.codes.held import kind_of, kinds_of_pieces
 from headrace.ops.cuda.codes.kinds import Kind
 from headrace.ops.cuda.experts.arena import common_kind
@@ -107,7 +107,7 @@ def list_kernels(
     Raises:
         ModelRejected: No kernel computes the attention of a layer.
     """
-    attentions = spec.softmax_kinds
+    attentions = attention_kinds(spec)
     lines, refusals = list[Line](), list[Refusal]()
     for what, product in _products(spec, weights, quantize_head).items():
         kind = product.shape.kind
@@ -124,10 +124,7 @@ def list_kernels(
         refusals += [Refusal("those for codes", what, f"{why}: kept in bfloat16") for why in experts.unpacked]
     kv_dtype = torch.float8_e4m3fn if fp8 else None
     for attention in attentions:
-        shape = HeadShape(
-            heads=attention.heads, kv_heads=attention.kv_heads, head_dim=attention.head_dim,
-            scale=attention.scale, window=attention.window, kv_dtype=kv_dtype,
-        )  # fmt: skip
+        shape = head_shape(attention, kv_dtype=kv_dtype)
         of_window = "" if attention.window is None else f", window of {attention.window}"
         choice, (prefills, refused) = (
             resolve_decode(kernels.decodes, shape, arch), resolve_prefill(kernels.prefills, shape, arch),

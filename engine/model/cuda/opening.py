@@ -21,16 +21,18 @@ from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
-from headrace.engine.model.shared.device import BuiltKernels, Device, Limits, fit
+from headrace.engine.model.shared.device import BuiltKernels, Device, Limits, fit, within_context
 from headrace.engine.model.shared.gpu_sizes import DTYPE, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
+from headrace.engine.model.shared.heads import head_shape
 from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
+from headrace.engine.model.value_normed import has_normed_values
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import WeightPart
 
 try:
     from headrace.engine.model.cuda.adapters import CudaBank
-    from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, head_shape, kinds_of, positions_of
+    from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, kinds_of, positions_of
     from headrace.engine.model.cuda.runner import CudaRunner
     from headrace.engine.model.cuda.sleep import Weights
     from headrace.ops.cuda.arch import Arch
@@ -115,6 +117,7 @@ def _open(
     blank: bool,
 ) -> Device:
     limits, memory = gpu_limits(config, spec), WeightMemory(device)
+    spec = within_context(spec, limits.context)
     if isinstance(source, ForeignModel):
         loaded = _load_foreign(config, source, memory, device, arch, kernels)
     else:
@@ -276,12 +279,15 @@ def checked_arch(config: EngineConfig, spec: DecoderSpec, device: torch.device, 
 
     Raises:
         DeviceUnavailable: The GPU cannot run any model.
-        ModelRejected: The model has latent attention, which no kernel computes yet.
+        ModelRejected: The model has latent attention or normed values, which no kernel computes yet.
         InvalidParams: An option does not fit the model or the device.
     """
     if has_latents(spec):
         supported = "attention to keys and values on a GPU, device='cpu', or perhaps model_impl='transformers'"
         refuse(spec.architecture, "the mixer of a layer", "latent attention", supported)
+    if has_normed_values(spec):
+        supported = "attention without norms of values on a GPU, or device='cpu'"
+        refuse(spec.architecture, "the mixer of a layer", "attention with normed values", supported)
     arch = _arch(config, device)
     _check_attention(config, spec, arch, kernels)
     for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, PAGE_SIZE)):

@@ -11,10 +11,10 @@ from torch import Tensor
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.cuda.compiling import compiles
 from headrace.engine.model.network.foreign import Network
-from headrace.engine.model.network.rotation import rotation_table
-from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
+from headrace.engine.model.network.rotation import growth_table, rotation_table
+from headrace.engine.model.shared.heads import attention_kinds, head_shape
+from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.ops.cuda.arch import Arch
-from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.attention.steps import CudaStep, PrefillStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.codes.kinds import Kind
@@ -27,23 +27,9 @@ from headrace.ops.cuda.products.packed import CudaProduct, Products
 from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom
 from headrace.ops.paged import KvScales
 
-__all__ = ["CudaDecoder", "cuda_ops", "head_shape", "kinds_of", "positions_of"]
+__all__ = ["CudaDecoder", "cuda_ops", "kinds_of", "positions_of"]
 
 CudaDecoder: TypeAlias = Network[CudaProduct, CudaStep, Tensor]
-
-
-def head_shape(attention: Attention, *, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> HeadShape:
-    """Return the shape of the attention that kernels compute."""
-    return HeadShape(
-        heads=attention.heads,
-        kv_heads=attention.kv_heads,
-        head_dim=attention.head_dim,
-        page_size=page_size,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        scale=attention.scale,
-        window=attention.window,
-    )
 
 
 def cuda_ops(
@@ -65,7 +51,7 @@ def cuda_ops(
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is a variant
             that no kernel computes.
     """
-    kinds = spec.softmax_kinds
+    kinds = attention_kinds(spec)
     head_dim = kinds[0].head_dim
     rotations = {
         (rope, each.rotary_dim): torch.cat(rotation_table(spec.ropes[rope], each, max_positions, device), dim=1)
@@ -87,6 +73,7 @@ def cuda_ops(
             early_cos_sin_PD=(
                 None if attention.early_rope is None else rotations[attention.early_rope, attention.rotary_dim]
             ),
+            growth_P=growth_table(attention, max_positions, device),
         )
         for attention in kinds
     }

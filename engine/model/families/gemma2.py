@@ -18,7 +18,17 @@ from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.rope import Rope
 from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, SoftcappedAttention
 
-__all__ = ["GEMMA2", "GEMMA_NAMES", "embedding_scale", "gemma_attention", "gemma_feed", "in_gguf", "scale_in_gguf"]
+__all__ = [
+    "GEMMA2",
+    "GEMMA_NAMES",
+    "cap_of",
+    "embedding_scale",
+    "gemma_attention",
+    "gemma_feed",
+    "in_gguf",
+    "rounded_root",
+    "scale_in_gguf",
+]
 
 _LARGEST = 46  # layers of Gemma 2 27B
 GEMMA_NAMES = replace(
@@ -39,11 +49,11 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     usual = [(layer + 1) % 2 != 0 for layer in range(config.num_layers)]
     windows = config.windows(config.window(default=4096), usual, types_decide=True)
     attention = gemma_attention(config)
-    if (cap := _cap(config, "attn_logit_softcapping", 50.0)) is not None:
+    if (cap := cap_of(config, "attn_logit_softcapping", 50.0)) is not None:
         attention = SoftcappedAttention(**asdict(attention), cap=cap)
     layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
     spec = config.decoder(layers, [config.rope(attention)], GEMMA_NAMES, is_tied=True)
-    logits_cap = _cap(config, "final_logit_softcapping", 30.0)
+    logits_cap = cap_of(config, "final_logit_softcapping", 30.0)
     return replace(spec, embedding_scale=embedding_scale(config), scales_virtual_tokens=False, logits_cap=logits_cap)
 
 
@@ -54,7 +64,7 @@ def gemma_attention(config: HfConfig) -> Attention:
     return replace(config.attention(kv_heads=4, head_dim=256), qkv_bias=biased, o_bias=biased, scale=scale)
 
 
-def _cap(config: HfConfig, field: str, default: float) -> float | None:
+def cap_of(config: HfConfig, field: str, default: float | None) -> float | None:
     """Return a bound, which is `default` where the field is absent, and None where it is null."""
     return None if config.data.get(field, default) is None else config.real(field, 1e-3, 1e6, default)
 
@@ -68,7 +78,12 @@ def gemma_feed(config: HfConfig) -> DenseFeed:
 
 def embedding_scale(config: HfConfig) -> float:
     """Return the root of the hidden size, rounded as the model's authors do, to the dtype of the weights."""
-    scale = math.sqrt(config.hidden_size)
+    return rounded_root(config, config.hidden_size)
+
+
+def rounded_root(config: HfConfig, size: int) -> float:
+    """Return the root of a size, rounded to the dtype of the weights."""
+    scale = math.sqrt(size)
     if config.dtype != "bfloat16":
         return scale
     bits = np.float32(scale).view(np.uint32)

@@ -13,8 +13,8 @@ from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.families.layer_normed import layer_norms, multi_head, plain_feed
 from headrace.engine.model.roles import Names
-from headrace.engine.model.rope import UNROTATED
-from headrace.engine.model.spec import DecoderSpec, LayerSpec, PositionTable
+from headrace.engine.model.rope import UNROTATED, PositionTable
+from headrace.engine.model.spec import DecoderSpec, LayerSpec
 
 __all__ = ["GPT2"]
 

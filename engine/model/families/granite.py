@@ -16,7 +16,7 @@ from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.roles import Names
 from headrace.engine.model.spec import DecoderSpec, FeedSpec, LayerSpec, Norms
 
-__all__ = ["GRANITE", "granite_decoder"]
+__all__ = ["GRANITE", "granite_decoder", "granite_in_gguf"]
 
 _LEAST, _MOST = 1e-4, 1e4
 _ROTATES = "rope.scaling.finetuned"
@@ -40,7 +40,8 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return granite_decoder(config, replace(config.dense(), bias=config.flag("mlp_bias", False)))
 
 
-def _from_header(header: GgufHeader) -> DecoderSpec:
+def granite_in_gguf(header: GgufHeader, feed: FeedSpec, names: Names) -> DecoderSpec:
+    """Return the spec of a model in a GGUF file, with Granite's attention and factors."""
     embedding, residual, logits = (
         header.real(header.key(short), _LEAST, _MOST, 1.0)
         for short in ("embedding_scale", "residual_scale", "logit_scale")
@@ -50,9 +51,13 @@ def _from_header(header: GgufHeader) -> DecoderSpec:
     attention = header.attention()
     scores = header.real(header.key("attention.scale"), _LEAST, _MOST, attention.head_dim**-0.5)
     attention = replace(attention, scale=scores)
-    layer = LayerSpec(attention, header.dense(), Norms(header.norms().epsilon / residual**2))
-    spec = header.decoder(layer, [header.rope(attention)], replace(header.names, interleaved=True))
+    layer = LayerSpec(attention, feed, Norms(header.norms().epsilon / residual**2))
+    spec = header.decoder(layer, [header.rope(attention)], replace(names, interleaved=True))
     return replace(spec, embedding_scale=embedding / residual, logits_scale=1.0 / logits)
+
+
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    return granite_in_gguf(header, header.dense(), header.names)
 
 
 GRANITE = Family(

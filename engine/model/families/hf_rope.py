@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from headrace.adapters.untrusted import Fields, refuse
-from headrace.engine.model.rope import Linear, Llama3, LongRope, Rope, Yarn
+from headrace.engine.model.rope import Linear, Llama3, LongRope, Proportional, Rope, Yarn
 from headrace.engine.model.spec import LIMITS, Attention
 
 __all__ = ["PART", "read_rope", "rope_fields"]
@@ -59,6 +59,8 @@ def read_rope(
         numbers[_ORIGINAL] = config.data[_ORIGINAL]
     rope = Fields(numbers, f"{config.origin}: {name}")
     theta = rope.real("rope_theta", 1.0, 1e12, default_theta)
+    if kind == "proportional" and attention.rotary_dim is None:  # of whole heads, whose frequencies count
+        return Rope(theta, Proportional(rope.real(PART, 0.0, 1.0, 1.0), rope.real("factor", 1e-6, _MOST_FACTOR, 1.0)))
     if PART in found and int(attention.head_dim * rope.real(PART, 0.0, 1.0)) != attention.rotated_dim:
         rope.refuse(PART, attention.rotated_dim / attention.head_dim)
     several = next((field for field, value in found.items() if isinstance(value, Mapping)), None)
@@ -74,8 +76,10 @@ def read_rope(
         return _long_rope(rope, theta, max_context, attention.rotated_dim)
     if kind == "yarn":
         return _yarn(rope, theta, max_context)
-    known = "default, linear, llama3, yarn, longrope"
-    refuse(rope.origin, "rope_type", kind, f"{known}: keys are kept" if kind == "dynamic" else known)
+    if kind == "dynamic":  # stretches by a request's length, once that is more than the model's own context
+        rope.real("factor", 1.0, _MOST_FACTOR)
+        return Rope(theta)
+    refuse(rope.origin, "rope_type", kind, "default, linear, llama3, yarn, longrope, dynamic")
 
 
 def _llama3(rope: Fields) -> Llama3:

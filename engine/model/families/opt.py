@@ -12,8 +12,8 @@ from typing import Final
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.families.layer_normed import multi_head, plain_feed
-from headrace.engine.model.rope import UNROTATED
-from headrace.engine.model.spec import DecoderSpec, LayerSpec, Norms, PositionTable
+from headrace.engine.model.rope import UNROTATED, PositionTable
+from headrace.engine.model.spec import DecoderSpec, LayerSpec, Norms
 
 __all__ = ["OPT"]
 

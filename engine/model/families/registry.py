@@ -7,6 +7,7 @@ imports torch. Next: checkpoint/weights.py fills the parameters that a spec call
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,7 @@ from headrace.engine.model.families.experts.granitemoe import GRANITE_MOE
 from headrace.engine.model.families.experts.granitemoeshared import GRANITE_MOE_SHARED
 from headrace.engine.model.families.experts.mixtral import MIXTRAL
 from headrace.engine.model.families.experts.olmoe import OLMOE
+from headrace.engine.model.families.experts.phimoe import PHI_MOE
 from headrace.engine.model.families.experts.qwen2_moe import QWEN2_MOE
 from headrace.engine.model.families.experts.qwen3_moe import QWEN3_MOE
 from headrace.engine.model.families.falcon import FALCON
@@ -34,6 +36,7 @@ from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gemma import GEMMA
 from headrace.engine.model.families.gemma2 import GEMMA2
 from headrace.engine.model.families.gemma3_text import GEMMA3
+from headrace.engine.model.families.gemma4_text import GEMMA4, GEMMA4_UNIFIED
 from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.glm import GLM
 from headrace.engine.model.families.glm4 import GLM4
@@ -45,6 +48,7 @@ from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.families.hunyuan_v1_dense import HUNYUAN
 from headrace.engine.model.families.llama import LLAMA
 from headrace.engine.model.families.ministral import MINISTRAL
+from headrace.engine.model.families.ministral3 import MINISTRAL3
 from headrace.engine.model.families.mistral import MISTRAL
 from headrace.engine.model.families.olmo2 import OLMO2
 from headrace.engine.model.families.olmo3 import OLMO3
@@ -58,14 +62,15 @@ from headrace.engine.model.families.seed_oss import SEED_OSS
 from headrace.engine.model.families.smollm3 import SMOLLM3
 from headrace.engine.model.families.stablelm import STABLELM
 from headrace.engine.model.families.starcoder2 import STARCODER2
+from headrace.engine.model.families.text_parts import HOMES, MULTIMODAL, Multimodal, text_part
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "has_family", "read_hf_config"]
 
 FAMILIES: Final = (
-    LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, EXAONE4, SEED_OSS,
-    QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS,
-    DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
+    LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, PHI3, GRANITE, SMOLLM3,
+    OLMO2, OLMO3, EXAONE4, SEED_OSS, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
+    ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS, PHI_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
     GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
     STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM,
 )  # fmt: skip
@@ -79,7 +84,7 @@ def read_hf_config(folder: Path) -> dict[str, object]:
     """Return `config.json` of a Hugging Face folder, at most 4 MiB of it.
 
     ModelOpt says in a file of its own, hf_quant_config.json, how weights are quantised; that counts as the config's
-    `quantization_config` where there is none.
+    `quantization_config` where there is none, and so does what a text part's config says.
 
     Raises:
         ModelRejected: A file is missing, too long, or not an unambiguous JSON object.
@@ -90,11 +95,16 @@ def read_hf_config(folder: Path) -> dict[str, object]:
         if not isinstance(beside, Mapping):
             refuse(QUANTISATION_FILE, "quantization", beside, "an object")
         config["quantization_config"] = {**beside, "quant_method": "modelopt"}
+    inside = config.get("text_config")
+    if config.get("quantization_config") is None and isinstance(inside, Mapping):
+        config["quantization_config"] = inside.get("quantization_config")
     return config
 
 
 def has_family(config: Mapping[str, object], families: Sequence[Family] = FAMILIES) -> bool:
     """Return whether a config.json names a family here, whether or not the rest of it can be read."""
+    if _multimodal(config) is not None:
+        return True
     named = config.get("architectures")
     if named is None:
         return any(config.get("model_type") == family.model_type for family in families)
@@ -105,7 +115,7 @@ def has_family(config: Mapping[str, object], families: Sequence[Family] = FAMILI
 def from_hf(
     config: Mapping[str, object], origin: str = "config.json", families: Sequence[Family] = FAMILIES
 ) -> DecoderSpec:
-    """Return the spec of a model from its Hugging Face `config.json`.
+    """Return the spec of a model from its Hugging Face `config.json`; of a multimodal model, that of its text part.
 
     Args:
         config: The parsed file; both `rope_theta`/`rope_scaling` and `rope_parameters` are understood.
@@ -116,6 +126,9 @@ def from_hf(
         ModelRejected: The architecture is not supported, a size is impossible, or a field asks for what the decoder
             does not compute; the error has the field, its value and what is supported.
     """
+    whole = _multimodal(config)
+    if whole is not None:
+        return _of_text_part(whole, config, origin, families)
     architecture, family = _family(Fields(config, origin), families)
     read = HfConfig(config, origin, architecture, has_head=architecture == family.architecture)
     read.check(family.heeds)
@@ -151,6 +164,35 @@ def from_gguf(
     return read(header)
 
 
+def _multimodal(config: Mapping[str, object]) -> Multimodal | None:
+    """Return the architecture with a text part that a config names; None if it names none."""
+    named, kind = config.get("architectures"), config.get("model_type")
+    if named is None:
+        return next((each for each in MULTIMODAL if each.model_type == kind), None)
+    return next((each for each in MULTIMODAL if named == [each.architecture]), None)
+
+
+def _of_text_part(
+    whole: Multimodal, config: Mapping[str, object], origin: str, families: Sequence[Family]
+) -> DecoderSpec:
+    """Return the spec of the text part of a multimodal model, whose tensors may lie under several beginnings."""
+    part = text_part(whole, config, origin)
+    family = next((each for each in families if each.model_type == part.family), None)
+    if family is None:
+        known = ", ".join(each.model_type for each in families)
+        refuse(part.origin, "model_type", part.family, f"a family with native code: {known}")
+    fields = Fields(config, origin)
+    if has_other_code(config, (whole.architecture,)):
+        fields.refuse("auto_map", "models that need no code of their own")
+    if config.get("model_type", whole.model_type) != whole.model_type:
+        fields.refuse("model_type", f"{whole.model_type}, which goes with {whole.architecture}")
+    for data, place in ((config, origin), (part.config, part.origin)):
+        read = HfConfig(data, place, whole.architecture, has_head=True)
+        read.check(family.heeds | {"text_config", "vision_config"})
+    spec = family.from_config(read)
+    return replace(spec, names=replace(spec.names, homes=HOMES, others=whole.others))
+
+
 def _family(fields: Fields, families: Sequence[Family]) -> tuple[str, Family]:
     """Return the config's one architecture and its family, by `architectures` or else `model_type`."""
     named = fields.data.get("architectures")
@@ -163,7 +205,7 @@ def _family(fields: Fields, families: Sequence[Family]) -> tuple[str, Family]:
     known = _by_architecture(families)
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in known:
         _check_code(fields)
-        fields.refuse("architectures", _nearest(known, named))
+        fields.refuse("architectures", _nearest([*known, *(each.architecture for each in MULTIMODAL)], named))
     family = known[named[0]]
     _check_code(fields, family)
     if fields.data.get("model_type", family.model_type) != family.model_type:
@@ -173,11 +215,15 @@ def _family(fields: Fields, families: Sequence[Family]) -> tuple[str, Family]:
 
 def _nearest(known: Collection[str], named: object) -> str:
     """Return in words which architectures are supported: a few with names like the one asked for, and how many more."""
-    stems = {name.removesuffix("ForCausalLM").lower(): name for name in known}
+    stems = {_stem(name): name for name in known}
     asked = str(named[0]) if isinstance(named, list) and named else ""
-    near = get_close_matches(asked.removesuffix("ForCausalLM").lower(), stems, 3) or list(stems)[:3]
+    near = get_close_matches(_stem(asked), stems, 3) or list(stems)[:3]
     more = len(known) - len(near)
     return ", ".join(stems[stem] for stem in near) + (f" and {more} more, listed in docs/models.md" if more else "")
+
+
+def _stem(architecture: str) -> str:
+    return architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration").lower()
 
 
 def _by_architecture(families: Sequence[Family]) -> dict[str, Family]:

@@ -19,10 +19,13 @@ from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.network.layers import FEEDS, MIXERS, Feeds, Mixers
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, ReadableHead, Step, Table
 from headrace.engine.model.network.parallel import ParallelLayer
+from headrace.engine.model.network.per_layer import PerLayerInputs
 from headrace.engine.model.network.placement import Entry
 from headrace.engine.model.network.serial import SerialLayer
+from headrace.engine.model.network.tail import Tail
+from headrace.engine.model.rope import PositionTable
 from headrace.engine.model.shared.load_threads import Each
-from headrace.engine.model.spec import DecoderSpec, MixerSpec, PositionTable
+from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.ops.formats import Dense, Stored
 from headrace.ops.stream import Stream
 
@@ -38,12 +41,17 @@ class HiddenStates(NamedTuple):
     """Inputs of the layers asked for, the residual stream before any norm, [N, E] each in the dtype of products."""
 
 
+class _Made(NamedTuple, Generic[Packed, Step, Kv]):
+    run: SerialLayer[Packed, Step, Kv] | ParallelLayer[Packed, Step, Kv]
+    tail: Tail[Packed, Step, Kv] | None
+
+
 class _Layer(NamedTuple, Generic[Packed, Step, Kv]):
     kind: int
     """Index of the mixer's spec among the model's different ones."""
-    run: SerialLayer[Packed, Step, Kv] | ParallelLayer[Packed, Step, Kv]
+    made: _Made[Packed, Step, Kv]
     next_norm_E: Tensor | None
-    """Weight of the norm that the next layer begins with; None behind the last."""
+    """Weight of the norm that reads what `run` returns; None behind the last layer and before a tail."""
 
 
 class Decoder(Generic[Packed, Step, Kv]):
@@ -79,18 +87,20 @@ class Decoder(Generic[Packed, Step, Kv]):
         self._ops = ops
         self._kinds = spec.mixer_kinds
 
-        def packed(number: int) -> SerialLayer[Packed, Step, Kv] | ParallelLayer[Packed, Step, Kv]:
+        def packed(number: int) -> _Made[Packed, Step, Kv]:
             layer, of_layer = spec.layers[number], weights.layers[number]
             here, norms = ops[layer.mixer], layer.norms
             mixer = mixers[type(layer.mixer)](layer, of_layer.mixer, here, number)
             feed = feeds[type(layer.feed)](layer, of_layer.feed, here, number)
+            tail = None if layer.tail is None else Tail(layer.tail, of_layer.feed, here, number)
             if not norms.is_parallel:
-                return SerialLayer(mixer, feed)
+                return _Made(SerialLayer(mixer, feed), tail)
             own_entry = None if norms.placement == "shared" else Entry(of_layer.feed.vectors, here)
-            return ParallelLayer(mixer, feed, Entry(of_layer.mixer.vectors, here), own_entry)
+            return _Made(ParallelLayer(mixer, feed, Entry(of_layer.mixer.vectors, here), own_entry), tail)
 
         made = list(each(packed, range(spec.num_layers)))
-        next_norms_E = [*(layer.entry_norm_E for layer in made[1:]), None]
+        next_norms_E = [*(layer.run.entry_norm_E for layer in made[1:]), None]
+        next_norms_E = [norm if end.tail is None else None for norm, end in zip(next_norms_E, made, strict=True)]
         kinds = [self._kinds.index(layer.mixer) for layer in spec.layers]
         self._layers = [_Layer(*each) for each in zip(kinds, made, next_norms_E, strict=True)]
         first = ops[self._kinds[0]]
@@ -100,6 +110,10 @@ class Decoder(Generic[Packed, Step, Kv]):
             self._positions = spec.positions, weights.positions_PE, first.positions
         self._head, self._head_bias_V = first.pack_head(weights.head), weights.head_bias_V
         self._embedding_VE = _table(weights, self._head)
+        self._per_layer: PerLayerInputs[Packed, Step, Kv] | None = None
+        if spec.per_layer is not None and weights.per_layer is not None:
+            rows = _rows_of(weights.per_layer.table_VX)
+            self._per_layer = PerLayerInputs(spec.per_layer, weights.per_layer, rows, first)
 
     def hidden(
         self,
@@ -122,7 +136,8 @@ class Decoder(Generic[Packed, Step, Kv]):
             Hidden states after the final norm: [S, E], or [N, E] without `last_S`.
         """
         here = self._here(steps, adapted)
-        stream = self._run(self._begun(tokens_N, here[0]), self._layers, here, kv)
+        stream, own_NLP = self._begun(tokens_N, here[0])
+        stream = self._run(stream, range(len(self._layers)), here, kv, own_NLP)
         if last_S is not None:
             stream = stream.rows(last_S)
         return self._final_norm(here[0][0], stream)[0]
@@ -146,16 +161,15 @@ class Decoder(Generic[Packed, Step, Kv]):
             adapted: By mixer, the operations with adapters; None where no token uses one.
         """
         here = self._here(steps, adapted)
-        first, stream, done = here[0][0], self._begun(tokens_N, here[0]), 0
+        first, done = here[0][0], 0
+        stream, own_NLP = self._begun(tokens_N, here[0])
         kept = []
         for layer in inputs:
-            # Without a norm behind it, the last layer before the cut leaves the whole sum.
-            part = self._layers[done:layer]
-            part[-1:] = [last._replace(next_norm_E=None) for last in part[-1:]]
-            summed_NE, total_NE = first.summed(self._run(stream, part, here, kv))
+            stream = self._run(stream, range(done, layer), here, kv, own_NLP, is_cut=True)
+            summed_NE, total_NE = first.summed(stream)
             kept.append(summed_NE.clone())  # the stream goes on in the same memory
             stream, done = Stream(total_NE), layer
-        stream = self._run(stream, self._layers[done:], here, kv)
+        stream = self._run(stream, range(done, len(self._layers)), here, kv, own_NLP)
         return HiddenStates(self._final_norm(first, stream)[0], tuple(kept))
 
     def embedded(self, tokens_N: Tensor) -> Tensor:
@@ -169,8 +183,8 @@ class Decoder(Generic[Packed, Step, Kv]):
         by_mixer = self._ops if adapted is None else adapted
         return [(by_mixer[mixer], steps[mixer]) for mixer in self._kinds]
 
-    def _begun(self, tokens_N: Tensor, first: tuple[BlockOps[Packed, Step, Kv], Step]) -> Stream:
-        """Return the input of the first layer."""
+    def _begun(self, tokens_N: Tensor, first: tuple[BlockOps[Packed, Step, Kv], Step]) -> tuple[Stream, Tensor | None]:
+        """Return the input of the first layer, and each layer's own embeddings [N, layers, P] in a model with such."""
         ops, step = first
         x_NE = ops.embed(self._embedding_VE[tokens_N], tokens_N)
         x_NE = _times(self.spec.embedding_scale, x_NE)
@@ -178,18 +192,27 @@ class Decoder(Generic[Packed, Step, Kv]):
             table, rows_PE, positions_of = self._positions
             places_N = positions_of(step) + table.offset
             x_NE[: len(places_N)] += rows_PE[places_N]
-        return Stream(x_NE)
+        own_NLP = None if self._per_layer is None else self._per_layer(ops, tokens_N, x_NE)
+        return Stream(x_NE), own_NLP
 
     def _run(
         self,
         stream: Stream,
-        layers: Sequence[_Layer[Packed, Step, Kv]],
+        layers: range,
         here: Sequence[tuple[BlockOps[Packed, Step, Kv], Step]],
         kv: Kv,
+        own_NLP: Tensor | None,
+        *,
+        is_cut: bool = False,
     ) -> Stream:
-        for kind, run, next_norm_E in layers:
+        """Run the layers with these numbers; `is_cut` leaves the whole sum behind them, for whoever reads it next."""
+        for number in layers:
+            kind, (run, tail), next_norm_E = self._layers[number]
             ops, step = here[kind]
-            stream = run(ops, stream, next_norm_E, step, kv)
+            last = is_cut and number == layers[-1]
+            stream = run(ops, stream, None if last else next_norm_E, step, kv)
+            if tail is not None:
+                stream = tail(ops, stream, None if own_NLP is None else own_NLP[:, number])
         return stream
 
     def logits(
@@ -229,7 +252,11 @@ def _table(weights: DecoderWeights, head: object) -> Table:
     embedding = weights.embedding
     if embedding is weights.head and isinstance(head, ReadableHead):
         return _HeadRows(head)
-    return weights.embedding_VE if isinstance(embedding.format, Dense) else _StoredRows(embedding)
+    return _rows_of(embedding)
+
+
+def _rows_of(table: Stored) -> Table:
+    return table.parts["values"] if isinstance(table.format, Dense) else _StoredRows(table)
 
 
 def _times(factor: float, x_NE: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from typing import Protocol, TypeAlias, TypeVar
 from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
-from headrace.engine.model.experts import ExpertsFeed
+from headrace.engine.model.experts import ExpertsBesideDense, ExpertsFeed
 from headrace.engine.model.latent import LatentAttention
+from headrace.engine.model.network.feeds.beside import DenseBesideExperts
 from headrace.engine.model.network.feeds.dense import GatedFeed
 from headrace.engine.model.network.feeds.experts import RoutedFeed
 from headrace.engine.model.network.feeds.plain import UngatedFeed
@@ -31,6 +32,7 @@ from headrace.engine.model.spec import (
     SinkAttention,
     SoftcappedAttention,
 )
+from headrace.engine.model.value_normed import ValueNormedAttention
 from headrace.ops.stream import Stream
 
 __all__ = ["FEEDS", "MIXERS", "Feed", "FeedMaker", "Feeds", "Mixer", "MixerMaker", "Mixers"]
@@ -120,7 +122,15 @@ MIXERS: Mixers = MappingProxyType(
         Attention: SoftmaxAttention,
         SoftcappedAttention: SoftmaxAttention,
         SinkAttention: SoftmaxAttention,
+        ValueNormedAttention: SoftmaxAttention,
         LatentAttention: AttentionToLatents,
     }
 )
-FEEDS: Feeds = MappingProxyType({DenseFeed: GatedFeed, PlainFeed: UngatedFeed, ExpertsFeed: RoutedFeed})
+FEEDS: Feeds = MappingProxyType(
+    {
+        DenseFeed: GatedFeed,
+        PlainFeed: UngatedFeed,
+        ExpertsFeed: RoutedFeed,
+        ExpertsBesideDense: DenseBesideExperts,
+    }
+)

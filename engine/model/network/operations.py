@@ -45,7 +45,7 @@ class ReadableHead(Protocol):
 class PackedExperts(Protocol):
     """Protocol of a layer's router and experts in the form in which a device computes them."""
 
-    def __call__(self, x_NE: Tensor, /) -> Tensor:
+    def __call__(self, x_NE: Tensor, routed_NE: Tensor | None = None, /) -> Tensor:
         """Return the weighted sum of the results of each token's experts, [N, E], in the dtype of `x_NE`.
 
         The sum is taken in the order of the choice, the best expert first, and a token's result does not depend on the
@@ -53,6 +53,7 @@ class PackedExperts(Protocol):
 
         Args:
             x_NE: Normed input, in the dtype of products.
+            routed_NE: Input of the router, in the same dtype; None where it is `x_NE`.
         """
         ...
 
@@ -96,7 +97,10 @@ class BlockOps(Protocol[_Packed, _Step, _Kv]):
         ...
 
     def attend_with(self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: _Step, kv: _Kv, layer: int) -> Tensor:
-        """Do what `attend` does from the product on: return [N, H * D] from queries, keys and values side by side."""
+        """Do what `attend` does from the product on: return [N, H * D] from queries, keys and values side by side.
+
+        In a layer that reads the keys and values of an earlier one, there are queries alone, and nothing is stored.
+        """
         ...
 
     def linear(self, x_NI: Tensor, packed: _Packed, layer: int, site: str) -> Tensor:
@@ -152,8 +156,23 @@ class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
         """
         ...
 
+    def norm_values(self, qkv_NX: Tensor) -> Tensor:
+        """Return queries, keys and values side by side with an RMS norm without weights of each value head.
+
+        Where the input has queries and keys alone, the values are normed copies of the keys. The result may be
+        `qkv_NX` itself, changed in place.
+        """
+        ...
+
     def rotate(self, qkv_NX: Tensor, step: _Step) -> Tensor:
         """Return queries, keys and values side by side with queries and keys rotated, before the norms of their heads.
+
+        The result may be `qkv_NX` itself, changed in place.
+        """
+        ...
+
+    def grow(self, qkv_NX: Tensor, step: _Step) -> Tensor:
+        """Return queries, keys and values side by side with each token's queries times the factor of its position.
 
         The result may be `qkv_NX` itself, changed in place.
         """

@@ -1,4 +1,4 @@
-"""`rotation_table`: the cosines and sines by which the heads of every position are rotated."""
+"""The cosines and sines by which the heads of every position are rotated, and the factors by which queries grow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 from headrace.engine.model.rope import Rope
 from headrace.engine.model.spec import Attention
 
-__all__ = ["rotation_table"]
+__all__ = ["growth_table", "rotation_table"]
 
 
 def rotation_table(
@@ -31,7 +31,14 @@ def rotation_table(
     frequencies = torch.from_numpy(rope.inverse_frequencies(attention.rotated_dim, context or positions))
     angles_PC = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).to(device)
     cos_PC, sin_PC = angles_PC.cos(), angles_PC.sin()
-    if rope.magnitude != 1.0:
-        cos_PC, sin_PC = cos_PC * rope.magnitude, sin_PC * rope.magnitude
+    if (magnitude := rope.magnitude_within(context or positions)) != 1.0:
+        cos_PC, sin_PC = cos_PC * magnitude, sin_PC * magnitude
     still = attention.head_dim // 2 - len(frequencies)
     return functional.pad(cos_PC, (0, still), value=1.0), functional.pad(sin_PC, (0, still))
+
+
+def growth_table(attention: Attention, positions: int, device: torch.device) -> Tensor | None:
+    """Return the factor of the queries of each position, float32 [positions]; None if they have none."""
+    if attention.growth is None:
+        return None
+    return torch.from_numpy(attention.growth.factors(positions)).to(device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.adapters.untrusted import refuse
-from headrace.engine.model.network.rotation import rotation_table
+from headrace.engine.model.network.rotation import growth_table, rotation_table
 from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
 from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.norms import layer_norm, layer_norm_heads
@@ -70,6 +70,7 @@ class CalibrationOps:
 
         self._table = table(mixer.rope)
         self._early_table = None if mixer.early_rope is None else table(mixer.early_rope)
+        self._growth_T = growth_table(mixer, tokens, device)
         self._mask_TT: Tensor | None = None
         if mixer.window is not None and mixer.window < tokens:
             every_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
@@ -144,6 +145,10 @@ class CalibrationOps:
         """Return queries, keys and values with a layer norm of each query and key head."""
         return layer_norm_heads(qkv_NX, weight_X, self._mixer.head_dim, self._epsilon)
 
+    def norm_values(self, qkv_NX: Tensor) -> NoReturn:
+        """Raise `ModelRejected`: norms of values are not computed here."""
+        refuse("model", "the values of a layer's heads", "with norms", "without norms, to calibrate with data")
+
     def rotate(self, qkv_NX: Tensor, step: int) -> Tensor:
         """Return queries, keys and values with queries and keys rotated."""
         assert self._early_table is not None
@@ -151,6 +156,13 @@ class CalibrationOps:
         all_SXTD = qkv_NX.view(-1, step, rotated + self._mixer.kv_heads, self._mixer.head_dim).transpose(1, 2)
         turned_SXTD = _rotated(all_SXTD[:, :rotated], self._early_table)
         return torch.cat((turned_SXTD, all_SXTD[:, rotated:]), 1).transpose(1, 2).reshape(qkv_NX.shape)
+
+    def grow(self, qkv_NX: Tensor, step: int) -> Tensor:
+        """Return queries, keys and values with queries times the factors of their positions."""
+        assert self._growth_T is not None
+        width = self._mixer.heads * self._mixer.head_dim
+        factors_N1 = self._growth_T.repeat(len(qkv_NX) // step).unsqueeze(1)
+        return torch.cat((qkv_NX[:, :width] * factors_N1, qkv_NX[:, width:]), 1)
 
     def attend(
         self,

@@ -254,6 +254,9 @@ def _selected(
         _refuse("data", spec.architecture, "a model without experts", told)
     if not spec.has_softmax_alone:
         _refuse("data", spec.architecture, "a model whose attention is plain softmax", "is not possible for this model")
+    if any(layer.tail is not None for layer in spec.layers):
+        told = "is not possible for this model, whose layers end behind their feeds"
+        _refuse("data", spec.architecture, "a model whose layers end with their feeds", told)
     if any(layer.norms.is_parallel for layer in spec.layers):
         _refuse(
             "data",

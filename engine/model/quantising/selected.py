@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from headrace.engine.model.checkpoint.plan import layer_plan, top_plan
+from headrace.engine.model.checkpoint.plan import layer_plan, per_layer_plan, top_plan
 from headrace.engine.model.roles import Fused, Names, Part
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.quantise import GROUPS, Method, format_for
@@ -45,7 +46,7 @@ class Selection:
     modules: tuple[Module, ...]
     """Modules that are quantised, in the order of the layers."""
     ignored: Mapping[str, str]
-    """Linear modules that are not quantised, each with the reason."""
+    """Linear modules that are not quantised, by name or an expression, each with the reason."""
     odd: Mapping[str, str]
     """Ignored modules whose inputs the format does not fit, each with the reason."""
 
@@ -86,9 +87,12 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symme
                 odd[name] = f"{size_in} inputs are no whole groups of {', '.join(map(str, GROUPS))}"
             else:
                 modules.append(Module(name, part, (part.rows, size_in), format))
+    if spec.per_layer is not None:
+        ignored[names.of(per_layer_plan(spec)["product_XE"].parts[0]).removesuffix(_WEIGHT)] = "beside the embeddings"
     if spec.tied_head and spec.has_head:
         ignored[names.of(Part("head.weight", 0)).removesuffix(_WEIGHT)] = "the table of embeddings"
-    return Selection(method, symmetric, tuple(modules), ignored | odd, odd)
+    others = {rf"re:(model\.)?{re.escape(part)}\..*": "a part that is left unread" for part in names.others}
+    return Selection(method, symmetric, tuple(modules), ignored | odd | others, odd)
 
 
 def _matrices(spec: DecoderSpec) -> Iterator[tuple[Fused, bool]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from headrace.adapters.bank import AdapterBank, AdapterDevice
 from headrace.adapters.files import TakePieces, read_adapter
-from headrace.adapters.layout import MODULES, SITES, BlockLayout, ModelShape
+from headrace.adapters.layout import MODULES, SITES, BlockLayout, LayerSizes, ModelShape
 from headrace.adapters.loaded import LoadedAdapter, Stamp
 from headrace.adapters.names import AdapterNames
 from headrace.adapters.untrusted import refuse
@@ -16,7 +17,8 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.model.experts import routing_of
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.rope import head_places
-from headrace.engine.model.spec import DecoderSpec, DenseFeed, PlainFeed
+from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, PlainFeed
+from headrace.engine.model.value_normed import has_normed_values
 
 __all__ = ["adapter_device", "adapter_granules", "adapter_shape"]
 
@@ -32,10 +34,8 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
     """
     if has_latents(spec):
         refuse(spec.architecture, "adapter_slots", "more than 0", "0: adapters do not update latent attention")
-    attention = spec.uniform_attention
-    for other in spec.attention_kinds:
-        if (other.rotated_dim, other.interleaved) != (attention.rotated_dim, attention.interleaved):
-            refuse(spec.architecture, "the rotated part of a layer's heads", other, "the same in all layers")
+    differs = has_normed_values(spec)
+    attention = _attention_of(spec)
     places = head_places(attention.head_dim, attention.rotated_dim, interleaved=attention.interleaved)
     feed = _updated_feed(spec)
     return ModelShape(
@@ -51,11 +51,35 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
         gated=not isinstance(feed, PlainFeed),
         names=_names(spec),
         grouped=spec.names.grouped,
+        layers=tuple(_sizes(spec, layer) for layer in spec.layers) if differs else (),
+        takes_virtual=not differs,
     )
 
 
+def _attention_of(spec: DecoderSpec) -> Attention:
+    """Return the attention of the first layer, whose heads the others have, too, or else sizes of their own."""
+    if has_normed_values(spec):
+        return next(kind for kind in spec.mixer_kinds if isinstance(kind, Attention))
+    attention = spec.uniform_attention
+    for other in spec.attention_kinds:
+        if (other.rotated_dim, other.interleaved) != (attention.rotated_dim, attention.interleaved):
+            refuse(spec.architecture, "the rotated part of a layer's heads", other, "the same in all layers")
+    return attention
+
+
+def _sizes(spec: DecoderSpec, layer: LayerSpec) -> LayerSizes:
+    """Return the outputs of the products of one layer that adapters update."""
+    parameters, feed = layer.mixer.parameters(spec.hidden_size), layer.feed
+    rows = {part.role: part.rows for part in parameters["qkv"].parts}
+    queries, keys, values = (rows.get(f"{role}.weight", 0) for role in "qkv")
+    return LayerSizes(queries, keys, values, feed.size if isinstance(feed, (DenseFeed, PlainFeed)) else 0)
+
+
 def _updated_feed(spec: DecoderSpec) -> DenseFeed | PlainFeed | None:
-    """Return the feed of all layers; None for a model with experts, whose feeds take no updates."""
+    """Return the feed of all layers, or of the first one; None for models with experts, whose feeds take no updates."""
+    first = spec.layers[0].feed
+    if routing_of(spec) is None and has_normed_values(spec) and isinstance(first, DenseFeed):
+        return first  # others may be wider
     return None if routing_of(spec) is not None else spec.uniform_feed
 
 
@@ -67,9 +91,9 @@ def _names(spec: DecoderSpec) -> AdapterNames:
         known -= {"gate", "gate_up"} if feed is not None else {"gate", "gate_up", "up", "down"}
     found = {(name, role) for role, name in names.roles.items() if role in known}
     if not names.is_peft or found <= set(llama.modules):
-        return llama
+        return replace(llama, homes=names.homes)
     top = names.roles["embedding"], names.roles["head"]
-    return AdapterNames(names.layer_prefix, tuple(sorted(found)), *top, names.prefix)
+    return AdapterNames(names.layer_prefix, tuple(sorted(found)), *top, names.prefix, names.homes)
 
 
 def adapter_granules(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, granule_bytes: int) -> int:
@@ -77,8 +101,8 @@ def adapter_granules(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype
     if config.adapter_memory is not None:
         return config.adapter_memory // granule_bytes
     shape = adapter_shape(spec)
-    of_layer = [module for site in SITES for module in shape.modules(site)]
-    modules = [(layer, module) for layer in range(spec.num_layers) for module in of_layer]
+    layers = range(spec.num_layers)
+    modules = [(layer, module) for layer in layers for site in SITES for module in shape.modules(site, layer)]
 
     def granules(rank: int, modules: list[tuple[int, str]]) -> int:
         layout = BlockLayout.of(shape, dict.fromkeys(modules, rank))

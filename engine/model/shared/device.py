@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.adapters.bank import AdapterDevice
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
-from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.model.spec import Attention, DecoderSpec
 from headrace.engine.scheduling.plan import Ability, Capacity, Runner
 from headrace.engine.stats import WeightPart
 
-__all__ = ["BuiltKernels", "Device", "Limits", "fit"]
+__all__ = ["BuiltKernels", "Device", "Limits", "fit", "within_context"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,17 @@ class Limits:
             context = config.max_context
         rows = config.max_rows or min(rows, config.max_batched_tokens or rows)
         return cls(context, rows, config.max_batched_tokens or max(batched_tokens, rows))
+
+
+def within_context(spec: DecoderSpec, context: int) -> DecoderSpec:
+    """Return the spec of a model that runs with `context` tokens at most: what no position of it needs is left out."""
+    layers = []
+    for layer in spec.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, Attention) and mixer.growth is not None and context <= mixer.growth.context:
+            layer = replace(layer, mixer=replace(mixer, growth=None))
+        layers.append(layer)
+    return replace(spec, layers=tuple(layers))
 
 
 def fit(config: EngineConfig, spec: DecoderSpec, limits: Limits, *, page_bytes: int, free_bytes: int) -> Capacity:

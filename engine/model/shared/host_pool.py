@@ -21,19 +21,20 @@ _TRIALS = 4
 class HostPool:
     """Room for a number of pages of one paged cache, whose pages lie along its second dimension."""
 
-    def __init__(self, kv: Tensor, places: int, *, pinned: bool) -> None:
+    def __init__(self, kv: Tensor, places: int, *, pinned: bool, promised: int = 0) -> None:
         """Allocate the memory.
 
         Args:
             kv: `[layers, pages, ...]`, any dtype.
             places: Pages to have room for.
             pinned: Whether to pin the memory, so that copies need not wait for the host; only where a GPU holds `kv`.
+            promised: Bytes of free memory that others will use, who have not yet written to them.
 
         Raises:
             MemoryError: The host has less free memory.
         """
         needed = places * kv[:, 0].nbytes
-        if needed > (free := free_host_bytes()):
+        if needed > (free := free_host_bytes() - promised):
             raise MemoryError(f"{needed} bytes for pages, of which {free} are free")
         shape = (kv.shape[0], *kv.shape[2:])
         self._per_run = max(1, _RUN_BYTES // kv[:, 0].nbytes) if pinned else 1
@@ -41,6 +42,11 @@ class HostPool:
         self._chunks = [piece.view(kv.dtype).view(-1, *shape) for piece in pieces]
         self._per_chunk = max(map(len, self._chunks), default=1)
         self._places = places
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all places, in bytes."""
+        return sum(chunk.nbytes for chunk in self._chunks)
 
     def spill(self, kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """Enqueue copies of whole pages of the cache `kv` to this pool, from pairs (page, place)."""

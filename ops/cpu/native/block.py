@@ -61,6 +61,8 @@ class NativeOps(CpuOps):
         window: int | None = None,
         scale: float | None = None,
         early: tuple[Tensor, Tensor] | None = None,
+        growth_P: Tensor | None = None,
+        only_queries: bool = False,
     ) -> None:
         """Take the threads and memory of `context`, which several may share; the rest is that of `CpuOps`.
 
@@ -79,14 +81,16 @@ class NativeOps(CpuOps):
             scale=scale,
             products=_PRODUCTS,
             early=early,
+            growth_P=growth_P,
+            only_queries=only_queries,
         )
         self._context = context
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
         self._tables = cos.float().contiguous(), sin.float().contiguous()
         pointers = (table.data_ptr() for table in self._tables)
         sizes = heads, kv_heads, head_dim, page_size
-        kv_floats = dtype is torch.float32
-        self._heads = HeadsStruct(*sizes, kv_floats, window or 0, self.scale, eps, *pointers)
+        flags = dtype is torch.float32, only_queries
+        self._heads = HeadsStruct(*sizes, *flags, window or 0, self.scale, eps, *pointers)
 
     @property
     def rows_are_alike(self) -> bool:

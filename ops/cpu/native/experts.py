@@ -41,12 +41,12 @@ class NativeExperts:
     ) -> None:
         """Pack all weights, those of the router for the kernels `products` in float32."""
         self._routing, self._activation = experts.routing, experts.activation
-        self._correction_X, self._context = experts.correction_X, context
+        self._correction_X, self._scales_X, self._context = experts.correction_X, experts.scales_X, context
         (self._router,) = _native([pack_router(experts, products)])
         self._gate_up = _Stack(_native(pack_each(pack, experts.gate_up, experts.gate_up_bias_XF)))
         self._down = _Stack(_native(pack_each(pack, experts.down, experts.down_bias_XE)))
 
-    def __call__(self, x_NE: Tensor) -> Tensor:
+    def __call__(self, x_NE: Tensor, routed_NE: Tensor | None = None) -> Tensor:
         """Return the weighted sum of the results of each token's experts, float32.
 
         Raises:
@@ -54,8 +54,8 @@ class NativeExperts:
         """
         x_NE, context = as_floats(x_NE), self._context
         logits_NX = torch.empty(len(x_NE), self._routing.experts)
-        self._router.run(context, x_NE, logits_NX)
-        choice = route(logits_NX, self._routing, self._correction_X)
+        self._router.run(context, x_NE if routed_NE is None else as_floats(routed_NE), logits_NX)
+        choice = route(logits_NX, self._routing, self._correction_X, self._scales_X)
         groups = grouped(choice.ids_NK, self._routing.experts)
         gate_up_P2F = self._gate_up.multiply(context, x_NE, groups, groups.tokens_P.ctypes.data)
         if self._activation == "silu":

@@ -67,7 +67,7 @@ class HeadsStruct(Structure):
     """`Heads` of native.h."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "page_size", "kv_floats")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "page_size", "kv_floats", "only_queries")),
         ("window", c_int64),
         ("scale", c_float),
         ("eps", c_float),

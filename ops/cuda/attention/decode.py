@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from headrace.ops.cuda.attention.scores import factors_of, first_weights, scores_of
 from headrace.ops.cuda.fused import finite
 from headrace.ops.cuda.tuning.chips import DEFAULT
 from headrace.ops.paged import UNSCALED, KvScales
@@ -62,6 +63,7 @@ def _fused_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
     q_norm,
     k_norm,
     cos_sin,
+    sinks,
     seq_lens,
     pages,
     kv,
@@ -77,6 +79,7 @@ def _fused_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
     token_stride,
     eps,
     scale,
+    cap,
     k_scale,
     v_scale,
     KV_HEADS: tl.constexpr,
@@ -89,6 +92,8 @@ def _fused_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
     WINDOW: tl.constexpr,
     NORM: tl.constexpr,
     FP8: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -161,8 +166,9 @@ def _fused_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
         kind = qkv.dtype.element_ty
         q_low = q_low.to(kind)
         q_high = q_high.to(kind)
-        most = tl.full([LANES], float("-inf"), tl.float32)
-        total = tl.zeros([LANES], tl.float32)
+        number = tl.arange(0, LANES)
+        has_sinks = (number < GROUP) & (split == 0)
+        most, total = first_weights(sinks + kv_head * GROUP, number, has_sinks, LANES, SINKS)
         summed = tl.zeros([LANES, DIM], tl.float32)
         for begin in range(start, end, TILE):
             at = begin + tl.arange(0, TILE)
@@ -174,7 +180,7 @@ def _fused_decode_kernel(  # noqa: PLR0915 - one kernel is one launch
                 kv, row_pages, at + TILE, end, head_offset, page_stride, token_stride, part_stride, DIM, PAGE
             )
             scores = tl.dot(q_low, tl.trans(k_low)) + tl.dot(q_high, tl.trans(k_high))
-            scores = tl.where(((at < end) & (at >= oldest))[None, :], scores * scale, float("-inf"))
+            scores = tl.where(((at < end) & (at >= oldest))[None, :], scores_of(scores, scale, cap, CAP), float("-inf"))
             higher = tl.maximum(most, tl.max(scores, axis=1))
             ratio = tl.exp2(most - higher)
             weight = tl.exp2(scores - higher[:, None])
@@ -252,6 +258,7 @@ class FusedDecode:
         inputs: DecodeInputs,
         out_BX: Tensor,
         scales: KvScales = UNSCALED,
+        sinks_H: Tensor | None = None,
         *,
         eps: float,
         pdl: bool = False,
@@ -262,39 +269,14 @@ class FusedDecode:
         """
         shape = self._shape
         group = shape.heads // shape.kv_heads
+        scale, cap = factors_of(shape, scales)
         _fused_decode_kernel[(shape.kv_heads, self._splits, qkv_BX.shape[0])](
-            qkv_BX,
-            q_norm_D,
-            k_norm_D,
-            cos_sin_PD,
-            inputs.seq_lens_B,
-            inputs.pages_BP,
-            kv_layer,
-            out_BX,
-            self._partial,
-            self._stats,
-            self._counters,
-            qkv_BX.stride(0),
-            out_BX.stride(0),
-            inputs.pages_BP.shape[1],
-            kv_layer.stride(0),
-            kv_layer.stride(1),
-            kv_layer.stride(2),
-            eps,
-            shape.scale * scales.k * 1.4426950408889634,
-            scales.k,
-            scales.v,
-            KV_HEADS=shape.kv_heads,
-            GROUP=group,
-            DIM=shape.head_dim,
-            PAGE=shape.page_size,
-            TILE=self._tile,
-            SPLITS=self._splits,
-            LANES=max(16, triton.next_power_of_2(group)),
-            WINDOW=shape.window or 0,
-            NORM=q_norm_D is not None,
-            FP8=shape.kv_dtype == torch.float8_e4m3fn,
-            PDL=pdl,
-            num_warps=self._warps,
-            launch_pdl=pdl,
-        )
+            qkv_BX, q_norm_D, k_norm_D, cos_sin_PD, qkv_BX if sinks_H is None else sinks_H, inputs.seq_lens_B,
+            inputs.pages_BP, kv_layer, out_BX, self._partial, self._stats, self._counters, qkv_BX.stride(0),
+            out_BX.stride(0), inputs.pages_BP.shape[1], kv_layer.stride(0), kv_layer.stride(1), kv_layer.stride(2),
+            eps, scale, cap, scales.k, scales.v,
+            KV_HEADS=shape.kv_heads, GROUP=group, DIM=shape.head_dim, PAGE=shape.page_size, TILE=self._tile,
+            SPLITS=self._splits, LANES=max(16, triton.next_power_of_2(group)), WINDOW=shape.window or 0,
+            NORM=q_norm_D is not None, FP8=shape.kv_dtype == torch.float8_e4m3fn, CAP=shape.cap is not None,
+            SINKS=sinks_H is not None, PDL=pdl, num_warps=self._warps, launch_pdl=pdl,
+        )  # fmt: skip

@@ -68,6 +68,7 @@ class EvenDecode:
         inputs: DecodeInputs,
         out_BHD: Tensor,
         scales: KvScales = UNSCALED,
+        sinks_H: Tensor | None = None,
     ) -> None:
         """Enqueue one layer of the step that was dealt last; a graph can capture it."""
         shape = self._shape
@@ -81,6 +82,7 @@ class EvenDecode:
             self._partial,
             self._stats,
             self._counters,
+            self._stats[:0] if sinks_H is None else sinks_H,
             shape.window or 0,
             self._blocks,
             shape.scale * scales.k,

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.fused import DecodeInputs
 
 __all__ = [
-    "DEAL", "DECODES", "PREFILLS", "EvenDecodes", "FlashPrefills", "FusedDecodes", "PlannedDecodes", "TilePrefills",
-    "XqaDecodes",
+    "DEAL", "DECODES", "PREFILLS", "EvenDecodes", "FlashPrefills", "FusedDecodes", "GroupedPrefills", "PlannedDecodes",
+    "SplitDecodes", "TilePrefills", "XqaDecodes",
 ]  # fmt: skip
 
 _ACTIVATIONS: Final = frozenset[Thing](("activations",))
@@ -57,6 +57,16 @@ def _group_refusal(shape: HeadShape) -> str | None:
     """Return that a key head has more query heads than a kernel's tile has rows, if so."""
     group = shape.heads // shape.kv_heads
     return None if group <= _GROUP else f"a key head has {group} query heads, the kernel takes up to {_GROUP}"
+
+
+def _cap_refusal(shape: HeadShape) -> str | None:
+    """Return that the kernel has no bound of scores, if they have one."""
+    return None if shape.cap is None else "the kernel does not bound scores"
+
+
+def _sink_refusal(shape: HeadShape) -> str | None:
+    """Return that the kernel has no sinks, if the heads have some."""
+    return "the kernel has no sinks" if shape.has_sinks else None
 
 
 class FusedDecodes(_Decode):
@@ -93,6 +103,8 @@ class EvenDecodes(_Decode):
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
         """Return which heads, caches and pages the kernel takes, if not these, or what the GPU lacks."""
         fp8 = shape.kv_dtype == torch.float8_e4m3fn
+        if (why := _cap_refusal(shape)) is not None:
+            return why
         if shape.dtype != torch.bfloat16 or not (fp8 or shape.kv_dtype == shape.dtype):
             return f"the kernel takes bfloat16 and caches of 16 bits or of 8-bit floats, not {shape.kv_dtype}"
         if shape.head_dim not in ((128,) if fp8 else (64, 128)):
@@ -137,7 +149,7 @@ class XqaDecodes(_Decode):
 
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
         """Return which heads the kernel takes, if not these, or what the GPU lacks."""
-        return _group_refusal(shape) or arch.lacks("xqa")
+        return _cap_refusal(shape) or _sink_refusal(shape) or _group_refusal(shape) or arch.lacks("xqa")
 
     def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
         """Allocate for the rows of `inputs`."""
@@ -150,6 +162,10 @@ class PlannedDecodes(_Decode):
     """FlashInfer's FA2 (paged.py), whose work the host plans."""
 
     name = "fa2"
+
+    def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
+        """Return that the kernel has no sinks, if the heads have some."""
+        return _sink_refusal(shape)
 
     def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
         """Plan for the rows of `inputs`; all windows share floats, and all batch sizes of a window integers."""
@@ -166,6 +182,24 @@ class PlannedDecodes(_Decode):
         return DecodeStep(inputs, planned, planned=planned)
 
 
+class SplitDecodes(_Decode):
+    """Each row's keys split among programs of Triton (split.py), for what the other kernels refuse."""
+
+    name = "split"
+
+    @staticmethod
+    def launch(*, pdl: bool) -> Launch:
+        """Return what a layer does to memory: with `pdl`, it starts while the kernel before it runs, and waits."""
+        return Launch("attention 'split'", overlaps=pdl, writes=_ACTIVATIONS)
+
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
+        """Allocate for the rows of `inputs`."""
+        from headrace.ops.cuda.attention.split import SplitDecode
+
+        attention = SplitDecode(shape, room.device, max_rows=len(inputs.tokens_B), arch=room.arch, pdl=room.pdl)
+        return DecodeStep(inputs, attention, self.launch(pdl=room.pdl))
+
+
 class TilePrefills:
     """Tiles of 128 tokens, the longest context first (tile.py)."""
 
@@ -173,6 +207,8 @@ class TilePrefills:
 
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
         """Return which heads, caches and pages the kernel takes, if not these, or what the GPU lacks."""
+        if (why := _cap_refusal(shape) or _sink_refusal(shape)) is not None:
+            return why
         if shape.head_dim != _TILE_HEAD:
             return f"heads are of {shape.head_dim}, the kernel takes {_TILE_HEAD}"
         if shape.kv_dtype != shape.dtype:
@@ -204,7 +240,9 @@ class FlashPrefills:
         self.name = backend
 
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
-        """Return what FA3 lacks; FA2 runs on any GPU that the engine opens on."""
+        """Return what both lack, or FA3 alone; FA2 runs on any GPU that the engine opens on."""
+        if (why := _sink_refusal(shape)) is not None:
+            return why
         if self.name == "fa2":
             return None
         if shape.kv_dtype != shape.dtype:
@@ -222,11 +260,36 @@ class FlashPrefills:
         return FlashAttention(shape, device, backend=self.name)
 
 
+class GroupedPrefills:
+    """Tiles of tokens with the query heads of a group in Triton (grouped.py), for what the other kernels refuse."""
+
+    name = "grouped"
+
+    def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
+        """Return None: any GPU that the engine opens on can run the kernel."""
+        return None
+
+    def builds(self, shape: HeadShape) -> Sequence[Callable[[], object]]:
+        """Return nothing: the kernel is compiled when it first runs."""
+        return ()
+
+    def open(self, shape: HeadShape, device: torch.device, *, pdl: bool) -> PrefillAttention:
+        """Return Triton's kernel, in tiles that fit the GPU's shared memory."""
+        from headrace.ops.cuda.arch import Arch
+        from headrace.ops.cuda.attention.grouped import GroupedAttention
+
+        return GroupedAttention(shape, device, shared_bytes=Arch.of(device).shared_bytes)
+
+
 def _build(module: str, name: str, shape: HeadShape) -> None:
     from importlib import import_module
 
     getattr(import_module(f"headrace.ops.cuda.attention.{module}"), name).build(shape)
 
 
-DECODES: Final[tuple[DecodeKernel, ...]] = (FusedDecodes(), EvenDecodes(), XqaDecodes(), PlannedDecodes())
-PREFILLS: Final[tuple[PrefillKernel, ...]] = (TilePrefills(), FlashPrefills("fa3"), FlashPrefills("fa2"))
+DECODES: Final[tuple[DecodeKernel, ...]] = (
+    FusedDecodes(), EvenDecodes(), XqaDecodes(), PlannedDecodes(), SplitDecodes(),
+)  # fmt: skip
+PREFILLS: Final[tuple[PrefillKernel, ...]] = (
+    TilePrefills(), FlashPrefills("fa3"), FlashPrefills("fa2"), GroupedPrefills(),
+)  # fmt: skip

@@ -55,8 +55,10 @@ class XqaDecode:
         inputs: DecodeInputs,
         out_BHD: Tensor,
         scales: KvScales = UNSCALED,
+        sinks_H: Tensor | None = None,
     ) -> None:
-        """Enqueue one layer; `inputs.seq_lens_B` is read as uint32."""
+        """Enqueue one layer without sinks; `inputs.seq_lens_B` is read as uint32."""
+        assert sinks_H is None
         shape = self._shape
         rows = q_BHD.shape[0]
         xqa(
@@ -149,6 +151,7 @@ class PlannedDecode:
             q_data_type=shape.dtype,
             kv_data_type=shape.kv_dtype,
             sm_scale=shape.scale,
+            logits_soft_cap=shape.cap,
         )
         wrapper._paged_kv_indptr_buf.copy_(kept)
         torch.cuda.current_stream().synchronize()
@@ -202,8 +205,10 @@ class PlannedDecode:
         inputs: DecodeInputs,
         out_BHD: Tensor,
         scales: KvScales = UNSCALED,
+        sinks_H: Tensor | None = None,
     ) -> None:
-        """Enqueue one layer; `inputs` must be the ones given at construction."""
+        """Enqueue one layer without sinks; `inputs` must be the ones given at construction."""
+        assert sinks_H is None
         self._wrapper.run(q_BHD, kv_layer, out=out_BHD, k_scale=scales.k, v_scale=scales.v)
 
 
@@ -254,12 +259,21 @@ class FlashAttention:
             shape.page_size,
             causal=True,
             sm_scale=shape.scale,
+            logits_soft_cap=shape.cap,
             window_left=-1 if shape.window is None else shape.window - 1,
             q_data_type=shape.dtype,
             kv_data_type=shape.kv_dtype,
         )
         self._done[slot].record()
 
-    def run(self, q_NHD: Tensor, kv_layer: Tensor, out_NHD: Tensor, scales: KvScales = UNSCALED) -> None:
-        """Enqueue one layer; `q_NHD` may be a view into packed q, k and v (last dimension contiguous)."""
+    def run(
+        self,
+        q_NHD: Tensor,
+        kv_layer: Tensor,
+        out_NHD: Tensor,
+        scales: KvScales = UNSCALED,
+        sinks_H: Tensor | None = None,
+    ) -> None:
+        """Enqueue one layer without sinks; `q_NHD` may be a view into packed q, k, v (last dimension contiguous)."""
+        assert sinks_H is None
         self._wrapper.run(q_NHD, kv_layer, out=out_NHD, k_scale=scales.k, v_scale=scales.v)

@@ -12,7 +12,9 @@ __all__ = ["HeadShape"]
 class HeadShape:
     """Shape of one attention layer, the same for every way to compute it."""
 
-    __slots__ = ("dtype", "head_dim", "heads", "kv_dtype", "kv_heads", "page_size", "scale", "window")
+    __slots__ = (
+        "cap", "dtype", "has_sinks", "head_dim", "heads", "kv_dtype", "kv_heads", "page_size", "scale", "window",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -25,12 +27,27 @@ class HeadShape:
         kv_dtype: torch.dtype | None = None,
         scale: float | None = None,
         window: int | None = None,
+        cap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
-        """Set the sizes: `scale` multiplies q.k, None for 1/sqrt(D); `window` counts visible tokens and the new one."""
+        """Set the sizes.
+
+        Args:
+            heads: Query heads.
+            kv_heads: Key heads, each shared by a group of query heads.
+            head_dim: Elements of a head.
+            page_size: Tokens of a page.
+            dtype: Dtype of queries and results.
+            kv_dtype: Dtype of keys and values in pages; None for `dtype`.
+            scale: Factor of q.k, None for 1/sqrt(D).
+            window: Number of tokens that are seen, the new one included; None for all.
+            cap: Bound c of scores s, which become c tanh(s / c); None for no bound.
+            has_sinks: Whether each query head has a score without a value beside those of the keys.
+        """
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
         self.dtype, self.kv_dtype = dtype, dtype if kv_dtype is None else kv_dtype
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-        self.window = window
+        self.window, self.cap, self.has_sinks = window, cap, has_sinks
 
     @property
     def page_bytes(self) -> int:

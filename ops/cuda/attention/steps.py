@@ -33,9 +33,18 @@ class DecodeAttention(Protocol):
         ...
 
     def run(
-        self, q_BHD: Tensor, kv_layer: Tensor, inputs: DecodeInputs, out_BHD: Tensor, scales: KvScales = UNSCALED
+        self,
+        q_BHD: Tensor,
+        kv_layer: Tensor,
+        inputs: DecodeInputs,
+        out_BHD: Tensor,
+        scales: KvScales = UNSCALED,
+        sinks_H: Tensor | None = None,
     ) -> None:
-        """Enqueue one layer; a graph can capture it. `kv_layer` is `[pages, 2, T, K, D]`; q and out are contiguous."""
+        """Enqueue one layer; a graph can capture it. `kv_layer` is `[pages, 2, T, K, D]`; q and out are contiguous.
+
+        `sinks_H` has the layer's sinks, float32, if the shape of its heads says that there are some.
+        """
         ...
 
 
@@ -60,6 +69,7 @@ class WholeAttention(Protocol):
         inputs: DecodeInputs,
         out_BX: Tensor,
         scales: KvScales = UNSCALED,
+        sinks_H: Tensor | None = None,
         *,
         eps: float,
         pdl: bool = False,
@@ -81,7 +91,14 @@ class PrefillAttention(Protocol):
         """
         ...
 
-    def run(self, q_NHD: Tensor, kv_layer: Tensor, out_NHD: Tensor, scales: KvScales = UNSCALED) -> None:
+    def run(
+        self,
+        q_NHD: Tensor,
+        kv_layer: Tensor,
+        out_NHD: Tensor,
+        scales: KvScales = UNSCALED,
+        sinks_H: Tensor | None = None,
+    ) -> None:
         """Enqueue one layer; `q_NHD` may be a view into packed q, k and v."""
         ...
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from headrace.ops.cuda.attention.tiles import PlanRing, tile_jobs
 from headrace.ops.cuda.compiling.source import compiled
 from headrace.ops.paged import UNSCALED, KvScales
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["TileAttention"]
 
 _QUERIES = 128
-_RING = 3
-"""Most plans that may be on their way to the device."""
 
 
 class TileAttention:
@@ -33,11 +32,9 @@ class TileAttention:
 
     def __init__(self, shape: HeadShape, device: torch.device, *, pdl: bool = False) -> None:
         """Attend with heads of `shape`; `pdl` is whether to use programmatic dependent launch."""
-        self._shape, self._device, self._pdl = shape, device, pdl
+        self._shape, self._pdl = shape, pdl
         self._module = self.build(shape)
-        self._ring = [torch.empty(0, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
-        self._sent = [torch.cuda.Event() for _ in range(_RING)]
-        self._plans = 0
+        self._ring = PlanRing(device)
         self._jobs_J4 = self._pages = torch.empty(0, dtype=torch.int32, device=device)
 
     @staticmethod
@@ -59,34 +56,21 @@ class TileAttention:
             lengths: Context length of each row, the new tokens included.
             pages: Page numbers of each row, at least as many as its length needs.
         """
-        counts_W, lengths_W = np.array(counts), np.array(lengths)
-        tiles_W = -(-counts_W // _QUERIES)
-        row_J = np.arange(len(counts_W)).repeat(tiles_W)
-        offset_J = (np.arange(len(row_J)) - (tiles_W.cumsum() - tiles_W)[row_J]) * _QUERIES
-        used_W = -(-lengths_W // self._shape.page_size)
-        count_J = np.minimum(counts_W[row_J] - offset_J, _QUERIES)
-        position_J = (lengths_W - counts_W)[row_J] + offset_J
-        token_J, page_J = (counts_W.cumsum() - counts_W)[row_J] + offset_J, (used_W.cumsum() - used_W)[row_J]
-        first = np.argsort(-(position_J + count_J), kind="stable")
-        jobs_J4 = np.stack((token_J, count_J, position_J, page_J), 1)[first]
-        sent = self._send(np.concatenate([jobs_J4.ravel(), *(row[:n] for row, n in zip(pages, used_W, strict=True))]))
+        jobs_J4, numbers = tile_jobs(counts, lengths, pages, self._shape.page_size, _QUERIES)
+        sent = self._ring.send(np.concatenate([jobs_J4.ravel(), numbers]))
         self._jobs_J4, self._pages = sent[: jobs_J4.size].view(-1, 4), sent[jobs_J4.size :]
 
-    def run(self, q_NHD: Tensor, kv_layer: Tensor, out_NHD: Tensor, scales: KvScales = UNSCALED) -> None:
+    def run(
+        self,
+        q_NHD: Tensor,
+        kv_layer: Tensor,
+        out_NHD: Tensor,
+        scales: KvScales = UNSCALED,
+        sinks_H: Tensor | None = None,
+    ) -> None:
         """Enqueue one layer; `q_NHD` may be a view into packed q, k and v (last two dimensions contiguous).
 
-        `out_NHD` is contiguous; `scales` must be 1, since the cache has 16 bits.
+        `out_NHD` is contiguous; `scales` must be 1, since the cache has 16 bits, and there are no sinks.
         """
+        assert sinks_H is None
         self._module.run(q_NHD, kv_layer, out_NHD, self._jobs_J4, self._pages, self._shape.scale, self._pdl)
-
-    def _send(self, words: np.ndarray[Any, np.dtype[np.int64]]) -> Tensor:
-        slot = self._plans % _RING
-        self._plans += 1
-        self._sent[slot].synchronize()
-        if len(self._ring[slot]) < len(words):
-            self._ring[slot] = torch.empty(2 * len(words), dtype=torch.int32, pin_memory=True)
-        pinned = self._ring[slot][: len(words)]
-        pinned.numpy()[:] = words
-        on_device = pinned.to(self._device, non_blocking=True)
-        self._sent[slot].record()
-        return on_device

@@ -45,6 +45,7 @@ constexpr int kBlocks = HEAD_DIM / (4 * kDims);    // parts of a key that four l
 constexpr int kReads = HEAD_DIM / (8 * kDims);     // times that a lane reads of one value
 constexpr int kTiles = HEAD_DIM / 8;               // of 8 dims: what mma sums of values
 constexpr int kPlanThreads = 1024;
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLowest = -1e30f;  // below any score; unlike infinity it can be subtracted from itself
 
 static_assert(HEAD_DIM == 128 || (HEAD_DIM == 64 && !KV_FP8));
@@ -84,6 +85,7 @@ struct Arguments {
   float* partial;  // [rows + blocks, kSubs, KV_HEADS, GROUP, dim]
   float2* stats;   // the same without dim: (maximum, sum)
   int* arrived;    // [rows, KV_HEADS], zeros: parts handed in
+  const float* sinks;  // [heads], the scores of keys without values, or null
   int64_t page_bytes;
   int columns, window;
   float scale_log2, out_scale;
@@ -338,13 +340,19 @@ __device__ void fetch_share(const Arguments& with, const Share& share, const Rin
   }
 }
 
+// The sum of weights beside the largest score, with the weight of a query head's sink.
+__device__ float with_sink(const Arguments& with, int head, float most, float total) {
+  return with.sinks == nullptr ? total : total + exp2f(__ldg(with.sinks + head) * kLog2E - most);
+}
+
 __device__ void write_out(const Arguments& with, const Heads& heads, int row, int head, int g, int c) {
 #pragma unroll
   for (int half = 0; half < Heads::kHalves; ++half) {
     const int member = g + 8 * half;
-    const float factor = with.out_scale / quad_sum(heads.total[half]);
+    const float total = quad_sum(heads.total[half]);
     Element* line = with.out + (static_cast<int64_t>(row) * kHeads + head * GROUP + member) * HEAD_DIM;
     if (member >= GROUP) continue;
+    const float factor = with.out_scale / with_sink(with, head * GROUP + member, heads.most[half], total);
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
       auto* target = reinterpret_cast<uint4*>(line + kTiles * (2 * c + column));
@@ -385,7 +393,7 @@ __device__ void write_part(const Arguments& with, const Heads& heads, int64_t pa
 
 // Sums the parts of one row and kv head, numbered first + k * KV_HEADS, for members [begin, begin + kMembers).
 template <int kMembers>
-__device__ void merge(const Arguments& with, int64_t first, int parts, int begin, Element* out, int lane) {
+__device__ void merge(const Arguments& with, int64_t first, int parts, int head, int begin, Element* out, int lane) {
   constexpr int kEach = HEAD_DIM / 32;
   float most[kMembers], total[kMembers], sums[kMembers][kEach];
 #pragma unroll
@@ -413,7 +421,8 @@ __device__ void merge(const Arguments& with, int64_t first, int parts, int begin
   }
 #pragma unroll
   for (int member = 0; member < kMembers; ++member) {
-    const float factor = with.out_scale / total[member];
+    const int number = head * GROUP + begin + member;
+    const float factor = with.out_scale / with_sink(with, number, most[member], total[member]);
     auto* words = reinterpret_cast<uint32_t*>(out + (begin + member) * HEAD_DIM + kEach * lane);
 #pragma unroll
     for (int i = 0; i < kEach; i += 2) words[i / 2] = as_elements(sums[member][i] * factor, sums[member][i + 1] * factor);
@@ -442,9 +451,9 @@ __device__ void hand_in(const Arguments& with, const Heads& heads, int row, int 
   Element* out = with.out + (static_cast<int64_t>(row) * kHeads + head * GROUP) * HEAD_DIM;
   constexpr int kMembers = GROUP < 4 ? GROUP : 4, kRest = GROUP % kMembers;
   for (int begin = 0; begin + kMembers <= GROUP; begin += kMembers) {
-    merge<kMembers>(with, part, parts, begin, out, lane);
+    merge<kMembers>(with, part, parts, head, begin, out, lane);
   }
-  if constexpr (kRest > 0) merge<kRest>(with, part, parts, GROUP - kRest, out, lane);
+  if constexpr (kRest > 0) merge<kRest>(with, part, parts, head, GROUP - kRest, out, lane);
 }
 
 // Computes one kv head (every kSubs-th page of it) of all rows of a share.
@@ -593,10 +602,10 @@ void plan_even_decode(TensorView lengths, TensorView plan, int64_t window, int64
   check(cudaGetLastError());
 }
 
-// counters: int32 zeros [rows * KV_HEADS].
+// counters: int32 zeros [rows * KV_HEADS]; sinks: float32 [heads], or of no elements.
 void run_even_decode(TensorView q, TensorView kv, TensorView out, TensorView pages, TensorView lengths, TensorView plan,
-                     TensorView partial, TensorView stats, TensorView counters, int64_t window, int64_t blocks,
-                     double scale, double out_scale, bool pdl) {
+                     TensorView partial, TensorView stats, TensorView counters, TensorView sinks, int64_t window,
+                     int64_t blocks, double scale, double out_scale, bool pdl) {
   const int64_t rows = q.size(0), parts = most_parts(blocks, rows);
   require(kv.size(2) == PAGE && kv.size(3) == KV_HEADS && kv.size(4) == HEAD_DIM, "pages of another shape");
   require(lies(kv, 1, PAGE * KV_HEADS * HEAD_DIM) && lies(kv, 2, KV_HEADS * HEAD_DIM), "pages with gaps");
@@ -607,6 +616,7 @@ void run_even_decode(TensorView q, TensorView kv, TensorView out, TensorView pag
   require(partial.numel() >= parts * kHeads * HEAD_DIM, "the partial sums are too small");
   require(stats.numel() >= 2 * parts * kHeads, "the statistics are too small");
   require(counters.numel() >= rows * KV_HEADS, "the counters are too small");
+  require(sinks.numel() == 0 || sinks.numel() == kHeads, "another number of sinks");
   Arguments with{};
   with.q = static_cast<const Element*>(q.data_ptr());
   with.kv = static_cast<const uint8_t*>(kv.data_ptr());
@@ -617,6 +627,7 @@ void run_even_decode(TensorView q, TensorView kv, TensorView out, TensorView pag
   with.partial = static_cast<float*>(partial.data_ptr());
   with.stats = static_cast<float2*>(stats.data_ptr());
   with.arrived = static_cast<int*>(counters.data_ptr());
+  with.sinks = sinks.numel() == 0 ? nullptr : static_cast<const float*>(sinks.data_ptr());
   with.page_bytes = kv.stride(0) * (KV_FP8 ? 1 : 2);
   with.columns = static_cast<int>(pages.size(1));
   with.window = static_cast<int>(window);

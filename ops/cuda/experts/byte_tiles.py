@@ -52,7 +52,7 @@ class ByteMemory(NamedTuple):
     codes: Tensor
     """Codes of the first expert as numbers, [O, I]."""
     scales: Tensor
-    """Its scales, of outputs [O] or of groups [G, lines]."""
+    """Scales of the first expert, of outputs [O] or of groups [G, lines]."""
     pitch: int
     """Distance from an expert's codes to the next's."""
     scale_pitch: int

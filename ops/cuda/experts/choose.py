@@ -129,6 +129,18 @@ def _scores_of(logit, known, SCORE: tl.constexpr):
 
 
 @triton.jit
+def _weight(score, key, there, margin, SCORE: tl.constexpr):
+    """Return the score of the chosen experts, or their share of the softmax over those that are left and close."""
+    weight = tl.sum(tl.where(there, score, 0.0), axis=1)
+    if SCORE == "sparsemixer":
+        best = weight[:, None] + tl.zeros_like(score)
+        far = tl.div_rn(best - score, tl.maximum(tl.abs(score), best)) > margin
+        e = tl.where((key > float("-inf")) & (far == 0), tl.exp(score - best), 0.0)
+        weight = tl.div_rn(tl.full(weight.shape, 1.0, tl.float32), tl.sum(e, axis=1))
+    return weight
+
+
+@triton.jit
 def _within_groups(
     key, column, experts, ROWS: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr,
     TWO: tl.constexpr,
@@ -203,7 +215,7 @@ def _lay_out(lists, column, known, chunks, experts, tile_rows, EXPERTS: tl.const
 
 @triton.jit(do_not_specialize=["rows", "chunks", "tile_rows", "padding_row"])
 def _choose_experts_kernel(
-    logits, correction, row_numbers, chosen, lists, rows, chunks, experts, tile_rows, padding_row, scale,
+    logits, correction, row_numbers, chosen, lists, rows, chunks, experts, tile_rows, padding_row, scale, margin,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, SCORE: tl.constexpr,
     RENORMALISE: tl.constexpr, CORRECT: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, PADDED_ROWS: tl.constexpr, LISTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -233,10 +245,10 @@ def _choose_experts_kernel(
     ranks = tl.full([ROWS, EXPERTS], -1, tl.int32)
     for number in tl.static_range(K):
         best, there = _best(key, column)
+        weight = _weight(score, key, there, margin, SCORE)
         key = tl.where(there, float("-inf"), key)
         ranks = tl.where(there & real[:, None], number, ranks)
         ids = tl.where(rank[None, :] == number, best[:, None], ids)
-        weight = tl.sum(tl.where(there, score, 0.0), axis=1)
         weights = tl.where(rank[None, :] == number, weight[:, None], weights)
     weights = _scores_of(weights, (rank < K)[None, :], "softmax" if SCORE == "softmax_of_chosen" else "none")
     weights = tl.where((rank < K)[None, :], weights, 0.0)
@@ -310,7 +322,7 @@ def choose(
     correction = logits_SNX if correction_X is None else correction_X
     _choose_experts_kernel[(chunks,)](
         logits_SNX, correction, chosen.ids_NK if padding is None else padding.rows_N, chosen, used,
-        rows, chunks, experts, used.rows, 0 if padding is None else padding.row, routing.scale,
+        rows, chunks, experts, used.rows, 0 if padding is None else padding.row, routing.scale, routing.margin,
         ROWS=size, EXPERTS=padded, K=routing.top_k, RANKS=triton.next_power_of_2(routing.top_k), SCORE=routing.score,
         RENORMALISE=routing.renormalise, CORRECT=correction_X is not None, GROUPS=routing.groups,
         PADDED=triton.next_power_of_2(routing.groups), TOP_GROUPS=routing.top_groups,

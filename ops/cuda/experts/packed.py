@@ -73,8 +73,14 @@ class CudaExperts:
         """Compute with `weights`."""
         self._products, self.weights, self._runs = products, weights, runs
 
-    def __call__(self, x_NE: Tensor) -> Tensor:
-        """Return the weighted sum of the results of each token's experts, and zeros for padding."""
+    def __call__(self, x_NE: Tensor, routed_NE: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of the results of each token's experts, and zeros for padding.
+
+        Raises:
+            NotImplementedError: The router reads something else than the experts, which no kernel computes.
+        """
+        if routed_NE is not None:
+            raise NotImplementedError("no kernel computes a router with an input of its own")
         out_NE = torch.empty_like(x_NE)
         self._runs[len(x_NE)].run(x_NE, self.weights, out_NE, self._products.padding)
         return out_NE

@@ -42,12 +42,14 @@ H200: Final = Tuning(
         # Measured alone, XQA looks better than it is: FA2 overlaps with its neighbours, and XQA does not.
         "xqa": (Span(range(1, 4), _MORE_TOKENS),),
         "fa2": (Span(ANY),),
+        "split": (Span(ANY),),
     },
     decode_8_bits={
         "fused": (_FEW,),
         "even": (Span(range(8, ANY.stop)),),
         "xqa": (Span(range(1, 5), _MORE_TOKENS), Span(range(5, ANY.stop))),
         "fa2": (Span(ANY),),
+        "split": (Span(ANY),),
     },
     fused_programs=256,
     fused_splits=32,

@@ -176,7 +176,7 @@ def test_engines_that_come_and_go_leave_memory_and_threads_as_they_were(smollm2:
             await engine.generate([7] * 100, SamplingParams(max_tokens=1))
             # Every page is written, since the system gives a page its memory only then; tokens would take seconds.
             (cache,) = (each for each in caches() if all(each is not other for other in of_other_tests))
-            cache.pages_LPsKTD.zero_()
+            cache.pools[0].zero_()
             del cache
             return_freed_memory()  # left from reading the file; what the engine holds is still there
             return anonymous_bytes(), engine.info.num_pages * engine.info.page_bytes

@@ -104,7 +104,7 @@ def test_pages_come_and_go(opened: Opened) -> None:
 def test_a_sleeping_runner_has_no_pages_and_weights_only_if_they_are_kept(opened: Opened, keep: bool) -> None:
     runner: Any = opened.runner
     before = run_all(opened, 2)
-    weights, pages = weakref.ref(runner._decoder), weakref.ref(runner._kv.pages_LPsKTD)
+    weights, pages = weakref.ref(runner._decoder), weakref.ref(runner._kv.pools[0])
     runner.sleep(keep_weights=keep)
     assert pages() is None and (weights() is not None) is keep
     runner.wake(64)
@@ -247,7 +247,7 @@ def test_closing_joins_the_thread_and_drops_model_and_cache(folder: Path) -> Non
     # The one beside it restores torch's number of threads as the runner's starts, and ends at once.
     assert [name for thread in started if not (name := thread.name).startswith("headrace-torch")] == ["headrace-cpu"]
     runner: Any = opened.runner
-    held = [weakref.ref(runner._decoder), weakref.ref(runner._kv.pages_LPsKTD)]
+    held = [weakref.ref(runner._decoder), weakref.ref(runner._kv.pools[0])]
     assert all(reference() is not None for reference in held)
     run_all(opened, 2)
     opened.runner.close()

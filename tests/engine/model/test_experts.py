@@ -31,14 +31,16 @@ from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import describe_weights, load_weights, open_weights
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.runner import cpu_ops
-from headrace.engine.model.experts import ROUTER, gate_up_of, is_of_expert
+from headrace.engine.model.experts import ROUTER, gate_up_of, is_of_expert, routing_of
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.network.rotation import rotation_table
 from headrace.engine.model.quantising.run import quantise_folder
 from headrace.engine.model.shared.adapter_device import adapter_shape
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.library import Context
 from headrace.ops.experts import Experts
+from headrace.ops.routing import Routing
 
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 STACK = "model.layers.0.block_sparse_moe.input_linear.weight"
@@ -472,3 +474,66 @@ def test_a_gguf_file_whose_experts_disagree_is_refused(count: int, change: Any, 
     write_gguf(tmp_path / "tiny.gguf", tensors, Kind.Q8_0, count)
     with GgufFile(tmp_path / "tiny.gguf") as file, pytest.raises(ModelRejected, match=told):
         load_weights(file, file.spec(), dtype=torch.float32, device="cpu", empty=no_memory)
+
+
+PHI_MOE = {
+    "architectures": ["PhimoeForCausalLM"],
+    "model_type": "phimoe",
+    "vocab_size": 32064,
+    "hidden_size": 4096,
+    "intermediate_size": 6400,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 2,
+    "attention_bias": True,
+    "lm_head_bias": True,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "sliding_window": 131072,
+    "router_jitter_noise": 0.01,
+    "input_jitter_noise": 0.01,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0 + 0.01 * pair for pair in range(64)],
+        "long_factor": [1.0 + 0.5 * pair for pair in range(64)],
+        "short_mscale": 1.243163121016122,
+        "long_mscale": 1.25,
+        "original_max_position_embeddings": 4096,
+    },
+}
+"""As Microsoft publishes Phi-3.5-MoE, with fewer layers, simpler divisors and a long magnitude of its own."""
+
+
+@pytest.mark.parametrize(("context", "key", "magnitude"), [(4096, "short", 1.243163121016122), (4097, "long", 1.25)])
+def test_phi_takes_divisors_and_magnitude_by_the_longest_context(context: int, key: str, magnitude: float) -> None:
+    spec = from_hf(PHI_MOE)
+    assert spec.windows == (None, None) and spec.head_bias and spec.max_context == 131072
+    routing = routing_of(spec)
+    assert routing == Routing(16, 2, "sparsemixer", margin=0.02)
+    scaling = PHI_MOE["rope_scaling"]
+    assert isinstance(scaling, dict)
+    divisors = np.array(scaling[f"{key}_factor"])
+    angles = np.outer(np.arange(64), 10000.0 ** (-np.arange(64) / 64) / divisors)
+    cos, sin = rotation_table(spec.ropes[0], spec.uniform_attention, 64, torch.device("cpu"), context=context)
+    np.testing.assert_allclose(cos.numpy(), np.cos(angles) * magnitude, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(sin.numpy(), np.sin(angles) * magnitude, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"num_experts_per_tok": 3}, "num_experts_per_tok"),
+        ({"router_jitter_noise": -1}, "router_jitter_noise"),
+        ({"rope_scaling": {**PHI_MOE["rope_scaling"], "long_mscale": None}}, "long_mscale"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"lm_head_bias": 1}, "lm_head_bias"),
+    ],
+)  # fmt: skip
+def test_what_phi_does_not_compute_is_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ModelRejected) as caught:
+        from_hf(PHI_MOE | changes)
+    assert caught.value.field == field

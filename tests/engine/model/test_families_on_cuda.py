@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import anyio
+import emulated_attention
+import emulated_cuda
 import pytest
-import transformers
 from emulated_cuda import emulated
+from emulated_kernels import attend
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge, Output
+from gpu.quantised import check_mxfp4
 from gpu.wearing import make, make_virtual
+from torch import Tensor
 
-from headrace.engine.errors import ModelRejected
 from headrace.engine.model.cuda.listed import _WORDS, list_kernels
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
 
-EXPERTS = ("qwen3 experts", "qwen2 experts", "mixtral")
+EXPERTS = ("qwen3 experts", "qwen2 experts", "mixtral", "phi experts", "gpt-oss")
 REORDERED = ("phi-4-mini", "glm", "glm4", "ernie 4.5")
 """Families whose heads are put in another order as they are loaded."""
 SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
@@ -29,8 +33,19 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
 
 
-LAYER_NORMED = ["starcoder2", "gpt2", "opt", "falcon", "falcon 40b", "cohere2", "gpt neox", "phi", "stablelm"]
-OTHERS = ["hunyuan", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma3"]
+LAYER_NORMED = [
+    "starcoder2",
+    "gpt2",
+    "opt",
+    "falcon",
+    "falcon 40b",
+    "cohere2",
+    "command r+",
+    "gpt neox",
+    "phi",
+    "stablelm",
+]
+OTHERS = ["hunyuan", "ministral3", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma2", "gemma3"]
 
 
 @pytest.mark.parametrize("family", [*REORDERED, *OTHERS, *LAYER_NORMED, *EXPERTS])
@@ -50,7 +65,21 @@ def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "family",
-    ["phi3", "olmo3", "hunyuan", *REORDERED, "gpt2", "falcon 40b", "gpt neox", "phi", "stablelm", "qwen3 experts"],
+    [
+        "phi3",
+        "olmo3",
+        "hunyuan",
+        "ministral3",
+        "gemma2",
+        *REORDERED,
+        "gpt2",
+        "falcon 40b",
+        "gpt neox",
+        "phi",
+        "stablelm",
+        "qwen3 experts",
+        "gpt-oss",
+    ],
 )
 def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> None:
     modules = ["q_proj", "k_proj", "v_proj", "o_proj"] if family in EXPERTS else "all-linear"
@@ -104,7 +133,79 @@ def test_kernels_list_names_the_fusions_that_a_model_has(zoo: Zoo, family: str, 
     assert {line.fused for line in lines} == fused | {_WORDS["logits"], "attention"}
 
 
-def test_bounded_scores_are_refused_by_name_on_a_gpu() -> None:
-    spec = from_hf(transformers.Gemma2Config(architectures=["Gemma2ForCausalLM"]).to_dict())
-    with pytest.raises(ModelRejected, match="the scores of a layer's attention is 'softcap'"):
-        list_kernels(spec, Arch.named("sm_90"))
+WAYS = {"gemma2": ("fused", "fa2", "split"), "gpt-oss": ("fused", "even", "split")}
+"""Kernels of decodes that bound scores, and those that have sinks."""
+
+
+@pytest.mark.parametrize(("family", "way"), [(family, way) for family, ways in WAYS.items() for way in ways])
+def test_bounds_and_sinks_in_chunks_and_behind_prefixes(zoo: Zoo, family: str, way: str) -> None:
+    """Prompts take several steps beside decodes, and follow-ups find their first pages."""
+    options = {**SMALL, "max_batched_tokens": 24, "decode_attention": way}
+
+    async def run() -> list[Output]:
+        async with open_engine(zoo.folder(family), "cuda", **options) as engine:
+            outputs = await together(engine, [draw(length, length) for length in (90, 3, 130, 41)], greedy(8))
+            follow_ups = [[*prompt, *tokens, 5] for prompt, tokens in outputs[-2:]]
+            outputs += await together(engine, follow_ups, greedy(8))
+            assert engine.stats().cached_tokens >= 128
+            await at_rest(engine)
+        return outputs
+
+    with emulated() as gpu:
+        outputs = anyio.run(run)
+        assert gpu.launches[f"decode: {way}"]
+        assert gpu.launches["prefill: grouped" if family == "gpt-oss" else "prefill: FlashInfer"]
+    Judge(zoo.folder(family), "cpu").check(outputs, f"{family}, {way}")
+
+
+@pytest.mark.parametrize("family", WAYS)
+def test_bounds_and_sinks_with_a_cache_of_8_bits(zoo: Zoo, family: str) -> None:
+    async def run() -> list[Output]:
+        async with open_engine(zoo.folder(family), "cuda", **SMALL, kv_dtype="fp8") as engine:
+            outputs = await together(engine, [draw(length, length) for length in (3, 17, 64, 127)], greedy(8))
+            await at_rest(engine)
+        return outputs
+
+    with emulated():
+        outputs = anyio.run(run)
+    Judge(zoo.folder(family), "cpu", fp8=True).check(outputs, f"{family}, fp8")
+
+
+def test_sinks_on_a_gpu_without_bulk_copies(zoo: Zoo) -> None:
+    """Batches, which csrc/ attends for on newer ones, too."""
+
+    async def run() -> list[Output]:
+        async with open_engine(zoo.folder("gpt-oss"), "cuda", **SMALL) as engine:
+            return await together(engine, [draw(length, length) for length in (3, 17, 64, 127, 30)], greedy(8))
+
+    with emulated((8, 0)) as gpu:
+        outputs = anyio.run(run)
+        assert gpu.launches["decode: split"] and gpu.launches["prefill: grouped"]
+    Judge(zoo.folder("gpt-oss"), "cpu").check(outputs, "gpt-oss on sm_80")
+
+
+def test_experts_in_4_bit_floats_stay_in_their_bits(zoo: Zoo) -> None:
+    with emulated() as gpu:
+        check_mxfp4(zoo, "cuda", Judge(zoo.folder("gpt-oss dequantised"), "cpu"))
+        assert gpu.launches["experts: vector"] and gpu.launches["experts: tiles"]
+
+
+@pytest.mark.parametrize("family", WAYS)
+def test_the_judge_notices_scores_without_bounds_and_sinks(
+    zoo: Zoo, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were bounds and sinks without effect on these checkpoints, the tests above would prove nothing."""
+
+    def forgetful(*given: Any, cap: float | None = None, sinks_H: Tensor | None = None, **named: Any) -> Tensor:
+        return attend(*given, **named)
+
+    async def run() -> list[Output]:
+        async with open_engine(zoo.folder(family), "cuda", **SMALL) as engine:
+            return await together(engine, [draw(length, length) for length in (3, 17, 64, 127)], greedy(8))
+
+    for module in (emulated_attention, emulated_cuda):
+        monkeypatch.setattr(module, "attend", forgetful)
+    with emulated():
+        outputs = anyio.run(run)
+    with pytest.raises(AssertionError, match="outputs are wrong"):
+        Judge(zoo.folder(family), "cpu").check(outputs, family)

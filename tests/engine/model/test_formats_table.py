@@ -9,15 +9,22 @@ from quantised_checkpoints import CASES
 
 from headrace.engine.model.checkpoint.quantised import auto_round, compressed_tensors, modelopt
 from headrace.engine.model.checkpoint.quantised.reader import METHODS
+from headrace.engine.model.families.experts.granitemoeshared import GRANITE_MOE_SHARED
 from headrace.engine.model.families.experts.mixtral import MIXTRAL
 from headrace.engine.model.families.mistral import MISTRAL
 from headrace.engine.model.families.olmo3 import OLMO3
 from headrace.engine.model.families.registry import FAMILIES
+from headrace.engine.model.families.text_parts import MULTIMODAL
 from headrace.engine.tokens.gguf import PRE_TOKENIZERS
 
 ROOT = Path(__file__).parents[3]
 PLAIN = "float32"
-ALIKE = {MISTRAL.architecture: "as `llama", MIXTRAL.architecture: "as `llama", OLMO3.architecture: "as `olmo2"}
+ALIKE = {
+    MISTRAL.architecture: "as `llama",
+    MIXTRAL.architecture: "as `llama",
+    OLMO3.architecture: "as `olmo2",
+    GRANITE_MOE_SHARED.architecture: "as `granitemoe",
+}
 """Families whose GGUF files call themselves like those of another."""
 
 
@@ -36,6 +43,16 @@ def test_the_table_has_the_families() -> None:
     assert {each[0].strip("`"): each[2].strip("`") for each in cells} == {
         family.architecture: family.gguf or ALIKE.get(family.architecture, "–") for family in FAMILIES
     }
+
+
+def test_the_table_has_the_text_parts() -> None:
+    lines = (ROOT / "docs/models.md").read_text().splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| `\w+ForConditionalGeneration`", line)]
+    assert {each[0].strip("`"): tuple(each[3].strip("`").split("`, `")) for each in cells} == {
+        each.architecture: each.others for each in MULTIMODAL
+    }
+    own = {each[0].strip("`") for each in cells if each[2] != "as `text_config` says"}
+    assert own == {each.architecture for each in MULTIMODAL if each.has_own_text or each.model_type == "gemma3"}
 
 
 def test_the_guide_names_the_splits_of_tokenizers() -> None:

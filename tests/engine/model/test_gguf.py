@@ -27,6 +27,7 @@ from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weight
 from headrace.ops.cuda.codes.layout import CodeLayout
 from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.formats import Dense, Int4Groups, Stored
+from headrace.ops.gguf_float4 import MXFP4
 from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks, as_int4_groups
 
 BIASES = {"blk.0.attn_q.bias": (256,), "blk.0.attn_k.bias": (128,), "blk.0.attn_v.bias": (128,)}
@@ -49,8 +50,21 @@ def tensor_of(weight: object) -> torch.Tensor:
     return weight.dense(torch.float32)
 
 
+PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
+
+
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
+    write_model(tmp_path / "tiny.gguf", Kind.MXFP4)
+    data = bytearray((tmp_path / "tiny.gguf").read_bytes())
+    with GgufFile(tmp_path / "tiny.gguf") as file:
+        data[file.tensors["blk.0.ffn_up.weight"].offset + 17] = 255
+    (tmp_path / "bad.gguf").write_bytes(data)
+    with pytest.raises(ModelRejected, match=r"a scale of blk\.0\.ffn_up\.weight is 'nan'"):
+        load(tmp_path / "bad.gguf", keep_packed=True)
+
+
 @pytest.mark.parametrize("keep_packed", [False, True])
-@pytest.mark.parametrize("kind", [*KINDS, *UNWRITTEN_KINDS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*KINDS, *UNWRITTEN_KINDS, Kind.MXFP4], ids=lambda kind: kind.name)
 def test_every_kind_loads_as_the_package_dequantises_it(kind: Kind, keep_packed: bool, tmp_path: Path) -> None:
     expected = write_model(tmp_path / "tiny.gguf", kind)
     weights = load(tmp_path / "tiny.gguf", keep_packed=keep_packed)
@@ -64,7 +78,8 @@ def test_every_kind_loads_as_the_package_dequantises_it(kind: Kind, keep_packed:
     }
     for field, values in wanted.items():
         found = (layer.feed if field in layer.feed.matrices else layer.mixer).matrices[field]
-        assert found.format == (GgufBlocks(kind) if keep_packed and kind in BLOCK_KINDS else Dense(torch.float32))
+        blocks = MXFP4 if kind is Kind.MXFP4 else GgufBlocks(kind)
+        assert found.format == (blocks if keep_packed and kind not in PLAIN else Dense(torch.float32))
         assert np.array_equal(tensor_of(found).numpy(), values), field
     assert np.array_equal(weights.embedding_VE.numpy(), expected["token_embd.weight"])
     assert np.array_equal(layer.feed.vectors["norm_E"].numpy(), expected["blk.0.ffn_norm.weight"])
@@ -230,7 +245,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
             header(tensors=(tensor(b"t", [256], kind),)),
             f"the type of t is '{kind.name}'; allowed: F32, F16, BF16, ",
         )
-        for kind in (Kind.IQ2_XXS, Kind.IQ2_S, Kind.IQ3_S, Kind.IQ1_M, Kind.TQ1_0, Kind.TQ2_0, Kind.MXFP4, Kind.F64)
+        for kind in (Kind.IQ2_XXS, Kind.IQ2_S, Kind.IQ3_S, Kind.IQ1_M, Kind.TQ1_0, Kind.TQ2_0, Kind.F64)
     },
     "unknown kind": (header(tensors=(tensor(b"t", [256], 999),)), "the type of t is 999"),
     "part of a block": (header(tensors=(tensor(b"t", [33], Kind.Q4_0),)), "the inner size of t"),

@@ -113,6 +113,17 @@ def test_what_is_missing_left_over_or_of_another_shape_is_named(family: str, tmp
         assert caught.value.field == field
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_norms_of_another_number_of_heads_are_named(heads: int, tmp_path: Path) -> None:
+    LAYER_NORMED["cohere, normed heads"]().save_pretrained(tmp_path)
+    name = "model.layers.1.self_attn.k_norm.weight"
+    assert load_file(tmp_path / "model.safetensors")[name].shape == (2, 16)
+    save_changed(tmp_path, lambda tensors: {**tensors, name: torch.ones(heads, 16)})
+    with pytest.raises(ModelRejected, match=rf"is \[{heads}, 16\]; wanted: the shape \[(2|heads)") as caught:
+        load(tmp_path)
+    assert caught.value.field == name
+
+
 def test_a_transposed_matrix_is_told_as_the_file_has_it(tmp_path: Path) -> None:
     LAYER_NORMED["gpt2"]().save_pretrained(tmp_path)
     name = "transformer.h.0.mlp.c_fc.weight"

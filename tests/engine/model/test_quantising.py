@@ -166,11 +166,23 @@ def test_routers_and_tables_of_embeddings_are_never_quantised(model: Path) -> No
 # --- data
 
 
-@pytest.mark.parametrize("architecture", ["Llama", "Helium"])
+GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 4,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 1.0,
+}
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Helium", "Ministral3"])
 def test_codes_come_from_the_inputs_that_transformers_sees(architecture: str, tmp_path: Path) -> None:
     """In the second layer, those behind the quantised first one."""
     ids_ST = sequences()
-    model = dense_folder(tmp_path / "model", architecture=architecture, head_dim=64)
+    changes = {"rope_parameters": GROWING} if architecture == "Ministral3" else {}
+    model = dense_folder(tmp_path / "model", architecture=architecture, head_dim=64, **changes)
     copied(model, tmp_path / "out", "int4", ids_ST=ids_ST)
     made = matrices(load(tmp_path / "out"))
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

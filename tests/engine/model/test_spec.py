@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.families.registry import from_gguf, from_hf
 from headrace.engine.model.rope import UNROTATED, Linear, Llama3, LongRope, Rope, Yarn
+from headrace.engine.model.shared.device import within_context
 from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
 
 SIZES = {
@@ -54,6 +55,7 @@ FAMILIES = {
 EVERY = FAMILIES | {
     "Gemma2ForCausalLM": transformers.Gemma2Config,
     "Gemma3ForCausalLM": transformers.Gemma3TextConfig,
+    "Ministral3ForCausalLM": transformers.Ministral3Config,
     "Olmo2ForCausalLM": transformers.Olmo2Config,
     "Olmo3ForCausalLM": transformers.Olmo3Config,
     "Exaone4ForCausalLM": transformers.Exaone4Config,
@@ -403,6 +405,22 @@ HUNYUAN = {
     "use_rotary_pos_emb": True,
     "vocab_size": 120818,
 }
+
+
+def test_queries_grow_as_in_transformers_unless_no_context_is_long_enough() -> None:
+    from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
+
+    spec = from_hf(saved(transformers.Ministral3Config(), "Ministral3ForCausalLM"))
+    growth = spec.uniform_attention.growth
+    assert growth is not None and (growth.rate, growth.context) == (0.1, 16384)
+    positions = torch.tensor([[0, 16383, 16384, 40000, 262143]])
+    wanted = get_llama_4_attn_scale(positions, 0.1, 16384).flatten()
+    np.testing.assert_allclose(growth.factors(262144)[positions[0]], wanted.numpy(), rtol=1e-6)
+    assert within_context(spec, 16385) == spec
+    short = within_context(spec, 16384).uniform_attention
+    assert short == replace(spec.uniform_attention, growth=None) and not short.has_steps_before_attention
+
+
 PUBLISHED = {"glm4": GLM4_9B, "glm": GLM_9B, "phi-4-mini": PHI4_MINI, "ernie": ERNIE, "hunyuan": HUNYUAN}
 """Configs as their authors publish them, with fields that transformers does not know."""
 
@@ -441,7 +459,7 @@ def test_published_configs_of_models_with_rotations_of_their_own(name: str, rota
         (HUNYUAN, {"use_cla": True}, "use_cla"),
         (HUNYUAN, {"num_experts": 8}, "num_experts"),
         (HUNYUAN, {"rope_scaling": {"type": "dynamic", "alpha": "x"}}, "alpha"),
-        (HUNYUAN, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type"),
+        (HUNYUAN, {"rope_scaling": {"type": "dynamic", "factor": 0.5}}, "factor"),
     ],
 )
 def test_what_such_models_may_not_say(config: dict[str, Any], change: dict[str, Any], field: str) -> None:
@@ -499,8 +517,9 @@ REFUSED = [
     ({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0] * 8}}, "long_factor"),
     ({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}}, "short_factor"),
     ({"rope_scaling": {**LONG_ROPE, "short_factor": [0.0] * 8, "long_factor": [1.0] * 8}}, "short_factor"),
-    ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
+    ({"rope_scaling": {"rope_type": "axial"}}, "rope_type"),
+    ({"rope_scaling": {"type": "dynamic"}}, "factor"),
+    ({"rope_scaling": {"type": "other", "factor": 4.0}}, "rope_type"),
     ({"rope_scaling": {"full_attention": {"rope_type": "default"}, "rope_type": ["x"]}}, "rope_type"),
     ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
     ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor"),

@@ -50,6 +50,7 @@ PARTS = [
     "<|/tool_call|>", "<|START_ACTION|>[", '"tool_name": "f"', "<|END_ACTION|>", "<|start|>assistant", "<|channel|>",
     "analysis", "commentary to=functions.f ", "<|message|>", "<|end|>", "<|call|>", " to=f", "final", "</answer>",
     "<response>", "</response>", "Here is my thought process:", "Here's my response:", "[THINK]", "[/THINK]", "</",
+    "<|tool_call>", "<|tool_call>call:f{", "call:f", '<|"|>', "<tool_call|>", "<|channel>thought", "<channel|>", "<|",
     "true", "1", "-1.5e3", "0", "<", "[TOOL", "é😀", "\x00", " " * 70, "plain words",
 ]  # fmt: skip
 texts = st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3))).map("".join)

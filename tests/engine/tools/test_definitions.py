@@ -165,10 +165,17 @@ def written(structure: CallStructure, calls: list[tuple[int, dict[str, Any]]]) -
             if shape.tags
             else json.dumps(arguments)
             if shape.style == "json"
+            else marked(arguments)
+            if shape.style == "marked"
             else keywords
         )
         texts.append(shape.before + inner + shape.after)
     return structure.opening + structure.separator.join(texts) + structure.closing
+
+
+def marked(arguments: dict[str, Any]) -> str:
+    """Arguments, all of them strings, as a grammar for Gemma 4 would allow them."""
+    return ",".join(f'{name}:<|"|>{text}<|"|>' for name, text in arguments.items())
 
 
 def tagged(tags: ArgumentTags, arguments: dict[str, Any]) -> str:
@@ -216,6 +223,7 @@ TEMPLATES = {
     "Qwen3-Coder": ("<tool_call>\\n<function=example_function_name>\\n<parameter=a>", "qwen3_coder", False),
     "GLM-4.5": ("<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key> <think></think>", "glm45", True),
     "Hy3": ("<tool_calls>\n<tool_call>{name}<tool_sep>\n<arg_key>{key}</arg_key> </think>", None, True),
+    "Gemma 4": ("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "gemma4", False),
     "GLM-4": ("{{ tool | tojson(indent=4) }}\n在调用上述函数时，请使用 Json 格式表示调用的参数。", "glm4", False),
     "Seed-OSS": ("<seed:tool_call>\\n<function=f>\\n<parameter=a>value_1</parameter>", "seed_oss", False),
     "DeepSeek-V3.1": ("'<｜tool▁call▁begin｜>'+ tool.name + '<｜tool▁sep｜>' + '</think>'", "deepseek_v31", True),
@@ -252,6 +260,8 @@ TAGGED = {
         "{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}",
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
     ),
+    "Gemma 4": ("{{- '<|channel>thought\\n<channel|>' -}}", "<|channel>thought\nHm.<channel|>Yes."),
+    "Gemma 4 without a thought": ("{{- '<|channel>thought\\n' -}}", "<|channel>thought\n<channel|>Yes."),
     "Seed-OSS": ("{%- set think_begin_token = '<seed:think>' %}", "<seed:think>\nHm.</seed:think>Yes."),
     "Ministral 3": ("{{- '[THINK]' + block['thinking'] + '[/THINK]' }}", "[THINK]Hm.[/THINK]Yes."),
     "Command A": (

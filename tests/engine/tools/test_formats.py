@@ -30,6 +30,25 @@ def calls_of(parsed: Parsed) -> Calls:
 
 # format, completion, content, calls
 EXAMPLES: dict[str, tuple[str, str, str, Calls]] = {
+    "Gemma 4 as its template writes calls, in the order of their keys": (
+        "gemma4",
+        'A moment.<|tool_call>call:find{city:<|"|>San "Fran"<|"|>,days:[1,2],deep:{on:true,x:-1.5}}<tool_call|>'
+        "<|tool_call>call:stop{}<tool_call|>",
+        "A moment.",
+        [("find", {"city": 'San "Fran"', "days": [1, 2], "deep": {"on": True, "x": -1.5}}), ("stop", {})],
+    ),
+    "Gemma 4: what looks like marks, braces or escapes in a string is text": (
+        "gemma4",
+        '<|tool_call>call:say{<|"|>key<|"|>:<|"|>a\\n\n}<|"<||"|<tool_call|><|"|>, none:None}<tool_call|>',
+        "",
+        [("say", {"key": 'a\\n\n}<|"<||"|<tool_call|>', "none": None})],
+    ),
+    "Gemma 4 without a closing tag": (
+        "gemma4",
+        "<|tool_call>call:a.b{}<|tool_call>call:c{x:1}",
+        "",
+        [("a.b", {}), ("c", {"x": 1})],
+    ),
     "Hermes 2 Pro puts the arguments first": (
         "hermes",
         '<tool_call>\n{"arguments": {"symbol": "TSLA"}, "name": "get_stock_fundamentals"}\n</tool_call>',

@@ -40,15 +40,16 @@ def read_mtp(shapes: Mapping[str, tuple[int, ...]], target: DecoderSpec, origin:
     prefix = _prefix(shapes, target)
     if not has_mtp(shapes, target):
         refuse(origin, f"{prefix}eh_proj.weight", None, "models whose checkpoint holds a module that drafts (MTP)")
-    last = target.layers[-1]
-    if last.norms.kind != "rms" or last.norms.placement != "pre" or target.names.joined or target.names.norm_offset:
+    last, found = target.layers[-1], target.names.found_in(shapes)
+    if last.norms.kind != "rms" or last.norms.placement != "pre" or found.joined or found.norm_offset:
         refuse(origin, "the last layer", last.norms, "layers with RMS norms before mixer and feed, as DeepSeek-V3's")
     names = replace(
-        target.names,
+        found,
         layer_prefix=prefix,
-        roles={**target.names.roles, **{role: prefix + name for role, name in _ROLES.items()}},
+        roles={**found.roles, **{role: prefix + name for role, name in _ROLES.items()}},
         harmless=re.compile(rf"(?!{re.escape(prefix)}).*|{re.escape(prefix)}(embed_tokens|shared_head\.head)\..*"),
         prefix="",
+        homes=(),
     )
     return RecurrentSpec(
         method="mtp",
@@ -62,7 +63,5 @@ def read_mtp(shapes: Mapping[str, tuple[int, ...]], target: DecoderSpec, origin:
 
 
 def _prefix(shapes: Mapping[str, tuple[int, ...]], target: DecoderSpec) -> str:
-    """Return the beginning of the names of the module's tensors."""
-    whole = target.names.layer_prefix.format(target.num_layers)
-    bare = whole.removeprefix(target.names.prefix)
-    return bare if any(name.startswith(bare) for name in shapes) else whole
+    """Return the beginning of the names of the module's tensors, which stand where those of the model do."""
+    return target.names.found_in(shapes).layer_prefix.format(target.num_layers)

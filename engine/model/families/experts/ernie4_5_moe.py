@@ -10,6 +10,15 @@ import re
 from dataclasses import replace
 
 from headrace.engine.model.experts import ExpertsFeed, SharedExpert
+from headrace.engine.model.families.experts.gguf import (
+    EXPERT_KEYS,
+    SHARED_KEYS,
+    corrected_in_gguf,
+    expert_names,
+    experts_in_gguf,
+    leading_dense,
+    shared_in_gguf,
+)
 from headrace.engine.model.families.experts.reading import (
     EXPERT_NAMES,
     MOST_SHARED,
@@ -18,6 +27,7 @@ from headrace.engine.model.families.experts.reading import (
     read_routing,
 )
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
 
@@ -25,6 +35,7 @@ __all__ = ["ERNIE_4_5_MOE"]
 
 _ROLES = {**EXPERT_NAMES.roles, **SHARED_EXPERTS, "correction": "mlp.moe_statics"}
 _UNREAD = re.compile(rf"{EXPERT_NAMES.harmless.pattern}|(model\.)?mtp_.*")
+_STEP = "interleave_moe_layer_step"
 _NAMES = replace(EXPERT_NAMES, roles=_ROLES, harmless=_UNREAD)
 
 
@@ -59,4 +70,22 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder(layers, [config.rope(attention, 5e5)], _NAMES, is_tied=True)
 
 
-ERNIE_4_5_MOE = Family("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _from_config, heeds=frozenset(("moe_num_experts",)))
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    attention, norms = replace(header.attention(), interleaved=True), header.norms()
+    feed = corrected_in_gguf(header, experts_in_gguf(header, renormalise=True))
+    routed, dense = replace(feed, shared=shared_in_gguf(header, feed, by_count=True)), header.dense()
+    first, step = leading_dense(header), header.size(header.key(_STEP), LIMITS["num_layers"])
+    has_experts = (layer >= first and (layer + 1) % step == 0 for layer in range(header.num_layers))
+    layers = [LayerSpec(attention, routed if each else dense, norms) for each in has_experts]
+    return header.decoder(layers, [header.rope(attention)], expert_names(header))
+
+
+ERNIE_4_5_MOE = Family(
+    "Ernie4_5_MoeForCausalLM",
+    "ernie4_5_moe",
+    _from_config,
+    heeds=frozenset(("moe_num_experts",)),
+    gguf="ernie4_5-moe",
+    from_header=_from_header,
+    gguf_heeds=EXPERT_KEYS | SHARED_KEYS | {"leading_dense_block_count", _STEP},
+)

@@ -8,9 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.experts import ExpertsFeed
+from headrace.engine.model.families.experts.gguf import EXPERT_KEYS, expert_names, experts_in_gguf
 from headrace.engine.model.families.experts.reading import COUNTS, EXPERT_NAMES, expert_size, read_routing
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
+from headrace.engine.model.rope import Yarn
 from headrace.engine.model.spec import DecoderSpec, LayerSpec, SinkAttention
 from headrace.ops.routing import CLAMP, SLOPE
 
@@ -49,4 +52,26 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder(layers, [config.rope(attention, _THETA)], replace(EXPERT_NAMES, roles=_ROLES))
 
 
-GPT_OSS = Family("GptOssForCausalLM", "gpt_oss", _from_config, heeds=COUNTS)
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    plain, norms = header.attention(), header.norms()
+    attention = SinkAttention(plain.heads, plain.kv_heads, plain.head_dim, qkv_bias=plain.qkv_bias, o_bias=plain.o_bias)
+    feed = experts_in_gguf(header, renormalise=False)
+    routing = replace(feed.routing, score="softmax_of_chosen")
+    feed = replace(feed, routing=routing, activation="clamped_swiglu", biased=True, has_biases_apart=True)
+    windows = header.windows(header.window(default=128), 2)
+    layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
+    rope, names = header.rope(attention), expert_names(header)
+    if isinstance(rope.scaling, Yarn):  # whose ramp is not rounded in these models, which files leave out
+        rope = replace(rope, scaling=replace(rope.scaling, truncate=False))
+    return header.decoder(layers, [rope], replace(names, roles={**names.roles, "feed_norm": "post_attention_norm"}))
+
+
+GPT_OSS = Family(
+    "GptOssForCausalLM",
+    "gpt_oss",
+    _from_config,
+    heeds=COUNTS,
+    gguf="gpt-oss",
+    from_header=_from_header,
+    gguf_heeds=EXPERT_KEYS | {"attention.sliding_window", "attention.sliding_window_pattern"},
+)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.experts import ExpertsFeed
+from headrace.engine.model.families.experts.gguf import expert_names, experts_in_gguf, shared_in_gguf
 from headrace.engine.model.families.experts.reading import COUNTS, EXPERT_NAMES, expert_size, read_routing
 from headrace.engine.model.families.family import Family
-from headrace.engine.model.families.granite import GRANITE, granite_decoder
+from headrace.engine.model.families.gguf import GgufHeader
+from headrace.engine.model.families.granite import GRANITE, granite_decoder, granite_in_gguf
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.spec import DecoderSpec
 
@@ -26,7 +28,12 @@ _ROLES = {
     "shared_gate_up": "shared_mlp.input_linear",
     "shared_down": "shared_mlp.output_linear",
 }
-NAMES = replace(EXPERT_NAMES, roles=_ROLES, joined={"shared_gate_up": ("shared_gate", "shared_up")})
+NAMES = replace(
+    EXPERT_NAMES,
+    roles=_ROLES,
+    joined={"shared_gate_up": ("shared_gate", "shared_up")},
+    later={"router": "block_sparse_moe.router"},
+)
 """Names of the tensors, those of a shared expert included."""
 
 
@@ -40,4 +47,21 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return granite_decoder(config, granite_experts(config), NAMES)
 
 
-GRANITE_MOE = Family("GraniteMoeForCausalLM", "granitemoe", _from_config, heeds=GRANITE.heeds | COUNTS)
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    """Return the spec of a GGUF file, whose models with a shared expert are of the same architecture."""
+    feed = experts_in_gguf(header, renormalise=False, size="feed_forward_length")
+    feed = replace(feed, routing=replace(feed.routing, score="softmax_of_chosen"))
+    shared = shared_in_gguf(header, feed)
+    spec = granite_in_gguf(header, replace(feed, shared=shared), expert_names(header))
+    return spec if shared is None else replace(spec, architecture="GraniteMoeSharedForCausalLM")
+
+
+GRANITE_MOE = Family(
+    "GraniteMoeForCausalLM",
+    "granitemoe",
+    _from_config,
+    heeds=GRANITE.heeds | COUNTS,
+    gguf="granitemoe",
+    from_header=_from_header,
+    gguf_heeds=GRANITE.gguf_heeds | {"expert_count", "expert_used_count", "expert_shared_feed_forward_length"},
+)

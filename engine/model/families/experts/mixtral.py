@@ -6,6 +6,7 @@ Jiang et al. (2024), "Mixtral of experts".
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from headrace.engine.model.experts import ExpertsFeed
 from headrace.engine.model.families.experts.reading import COUNTS, EXPERT_NAMES, expert_size, read_routing
@@ -13,15 +14,20 @@ from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.spec import DecoderSpec, LayerSpec
 
-__all__ = ["MIXTRAL"]
+__all__ = ["MIXTRAL", "MIXTRAL_NAMES"]
 
-_ROLES = {
-    **EXPERT_NAMES.roles,
-    "router": "block_sparse_moe.gate",
-    "expert_gate": "block_sparse_moe.experts.{}.w1",
-    "expert_up": "block_sparse_moe.experts.{}.w3",
-    "expert_down": "block_sparse_moe.experts.{}.w2",
-}
+MIXTRAL_NAMES: Final = replace(
+    EXPERT_NAMES,
+    roles={
+        **EXPERT_NAMES.roles,
+        "router": "block_sparse_moe.gate",
+        "expert_gate": "block_sparse_moe.experts.{}.w1",
+        "expert_up": "block_sparse_moe.experts.{}.w3",
+        "expert_down": "block_sparse_moe.experts.{}.w2",
+    },
+    later={role: EXPERT_NAMES.roles[role] for role in ("router", "expert_gate", "expert_up", "expert_down")},
+)
+"""Names of Mixtral's experts, as they were published, and those that transformers 5 gives to them."""
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
@@ -31,7 +37,7 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     feed = ExpertsFeed(routing, expert_size(config, "intermediate_size", 14336))
     windows = config.windows(config.window(default=None))
     layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
-    return config.decoder(layers, [config.rope(attention, 1e6)], replace(EXPERT_NAMES, roles=_ROLES))
+    return config.decoder(layers, [config.rope(attention, 1e6)], MIXTRAL_NAMES)
 
 
 MIXTRAL = Family("MixtralForCausalLM", "mixtral", _from_config, heeds=COUNTS)

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.engine.model.experts import ExpertsFeed, SharedExpert
+from headrace.engine.model.families.experts.gguf import EXPERT_KEYS, expert_names, experts_in_gguf, shared_in_gguf
 from headrace.engine.model.families.experts.reading import COUNTS, EXPERT_NAMES, by_step, expert_size, read_routing
 from headrace.engine.model.families.family import Family
+from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
 
@@ -39,4 +41,18 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder(layers, [config.rope(attention)], EXPERT_NAMES)
 
 
-QWEN2_MOE = Family("Qwen2MoeForCausalLM", "qwen2_moe", _from_config, heeds=COUNTS)
+def _from_header(header: GgufHeader) -> DecoderSpec:
+    attention, feed = header.attention(), experts_in_gguf(header, renormalise=False)
+    layer = LayerSpec(attention, replace(feed, shared=shared_in_gguf(header, feed)), header.norms())
+    return header.decoder(layer, [header.rope(attention)], expert_names(header))
+
+
+QWEN2_MOE = Family(
+    "Qwen2MoeForCausalLM",
+    "qwen2_moe",
+    _from_config,
+    heeds=COUNTS,
+    gguf="qwen2moe",
+    from_header=_from_header,
+    gguf_heeds=EXPERT_KEYS | {"expert_shared_feed_forward_length"},
+)

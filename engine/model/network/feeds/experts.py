@@ -21,7 +21,7 @@ from headrace.engine.model.spec import LayerSpec
 from headrace.ops.experts import Experts, sigmoid
 from headrace.ops.stream import Stream
 
-__all__ = ["RoutedFeed"]
+__all__ = ["RoutedFeed", "experts_of"]
 
 
 class RoutedFeed(Generic[Packed, Step, Kv]):
@@ -33,7 +33,7 @@ class RoutedFeed(Generic[Packed, Step, Kv]):
         self._entry = Entry(weights.vectors, ops)
         self.entry_norm_E: Tensor | None = self._entry.norm_E
         self._result_norm_E = weights.vectors.get("result_norm_E")
-        self._experts = ops.pack_experts(_experts(spec.feed, weights))
+        self._experts = ops.pack_experts(experts_of(spec.feed, weights))
         shared = spec.feed.shared
         self._shared = None if shared is None else _SharedFeed(shared, weights, ops, layer)
 
@@ -59,7 +59,7 @@ class _SharedFeed(Generic[Packed, Step, Kv]):
     ) -> None:
         self._gate_up = ops.pack(weights.matrices["shared_gate_up"], None)
         self._down = ops.pack(weights.matrices["shared_down"], None)
-        self._switch_1E = weights.vectors["shared_switch_1E"] if shared.gated else None
+        self._switch_1E = weights.vectors["shared_switch_1E"].view(1, -1) if shared.gated else None
         self._ops, self._layer, self._activation = ops, layer, shared.activation
 
     def __call__(self, x_NE: Tensor) -> Tensor:
@@ -73,12 +73,16 @@ class _SharedFeed(Generic[Packed, Step, Kv]):
         return (y_NE * share_N1).to(y_NE.dtype)
 
 
-def _experts(feed: ExpertsFeed, weights: SublayerWeights) -> Experts:
+def experts_of(feed: ExpertsFeed, weights: SublayerWeights) -> Experts:
+    """Return a layer's router and experts as they are stored."""
     every, vectors, biases = range(feed.routing.experts), weights.vectors, dict[str, Tensor]()
     if feed.biased:
-        mixed_XF = vectors["gate_up_proj_bias"]
+        if feed.has_biases_apart:
+            apart = vectors["gate_proj_bias"], vectors["up_proj_bias"]
+        else:
+            apart = vectors["gate_up_proj_bias"][:, ::2], vectors["gate_up_proj_bias"][:, 1::2]
         biases["router_bias_X"], biases["down_bias_XE"] = vectors["router_bias_X"], vectors["down_proj_bias"]
-        biases["gate_up_bias_XF"] = torch.cat((mixed_XF[:, ::2], mixed_XF[:, 1::2]), 1)
+        biases["gate_up_bias_XF"] = torch.cat(apart, 1)
     return Experts(
         feed.routing,
         weights.vectors[ROUTER],
@@ -86,5 +90,6 @@ def _experts(feed: ExpertsFeed, weights: SublayerWeights) -> Experts:
         tuple(weights.matrices[down_of(expert)] for expert in every),
         feed.activation,
         correction_X=vectors["correction"].flatten() if feed.correction_dims else None,
+        scales_X=vectors.get("expert_scales_X"),
         **biases,
     )

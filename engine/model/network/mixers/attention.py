@@ -4,7 +4,9 @@
     q, k, v = rope(norm_h(W_q n)), rope(norm_h(W_k n)), W_v n,   n = norm(x)
 
 A model may lack each of these norms, and norm_h may be of each head or of all heads together. It may also come after
-the rotation: q = norm_h(rope(W_q n)).
+the rotation: q = norm_h(rope(W_q n)). Queries may have a factor that grows with their position (Meta AI, 2025). Values
+may be normed too, without weights: v = norm_v(W_v n) or norm_v(W_k n). A layer may have queries alone, and read the
+keys and values of an earlier one.
 Vaswani et al. (2017), Su et al. (2021) for rope, Ainslie et al. (2023) for key heads shared by groups, Henry et al.
 (2020) for norms of heads, Jiang et al. (2023) for windows. Scores and their softmax are the device's.
 """
@@ -19,6 +21,7 @@ from headrace.engine.model.checkpoint.weights import SublayerWeights
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
 from headrace.engine.model.network.placement import Entry, add_result
 from headrace.engine.model.spec import Attention, LayerSpec
+from headrace.engine.model.value_normed import ValueNormedAttention
 from headrace.ops.stream import HeadNorms, Stream
 
 __all__ = ["SoftmaxAttention"]
@@ -35,11 +38,14 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
         self._result_norm_E = vectors.get("result_norm_E")
         self._qkv = ops.pack(matrices["qkv"], vectors.get("qkv_bias"))
         self._o = ops.pack(matrices["o"], vectors.get("o_bias"))
-        self._head_norms = HeadNorms(vectors["q_norm_D"], vectors["k_norm_D"]) if "q_norm_D" in vectors else None
+        self._head_norms = None
+        if (q_norm_D := vectors.get("q_norm_D")) is not None:  # a layer without keys of its own has no norm of keys
+            self._head_norms = HeadNorms(q_norm_D, vectors.get("k_norm_D", q_norm_D))
         self._wide_norms = HeadNorms(vectors["q_norm_X"], vectors["k_norm_X"]) if "q_norm_X" in vectors else None
         self._heads_norm_X = vectors.get("heads_layer_norm_X")
         assert isinstance(spec.mixer, Attention)
-        self._rotates_early = spec.mixer.early_rope is not None
+        self._rotates_early, self._grows = spec.mixer.early_rope is not None, spec.mixer.growth is not None
+        self._norms_values = isinstance(spec.mixer, ValueNormedAttention) and spec.mixer.source is None
         self._has_steps_between = spec.mixer.has_steps_before_attention
         self._device, self._layer = ops, layer
         if "sinks_H" in vectors:
@@ -72,6 +78,10 @@ class SoftmaxAttention(Generic[Packed, Step, Kv]):
             qkv_NX = self._device.norm_across_heads(qkv_NX, self._wide_norms)
         if self._heads_norm_X is not None:
             qkv_NX = self._device.layer_norm_heads(qkv_NX, self._heads_norm_X)
+        if self._norms_values:
+            qkv_NX = self._device.norm_values(qkv_NX)
         if self._rotates_early:
             qkv_NX = self._device.rotate(qkv_NX, step)
+        if self._grows:
+            qkv_NX = self._device.grow(qkv_NX, step)
         return ops.attend_with(qkv_NX, self._head_norms, step, kv, self._layer)

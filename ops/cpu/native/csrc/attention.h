@@ -25,12 +25,12 @@
 #endif
 
 // Rotate the queries and keys of one token, scale the queries, and store the keys and values in their page, 0 for
-// what is not finite.
+// what is not finite; of a layer without keys and values of its own, the queries are all.
 static TARGET void KV(place)(const Heads *h, const Step *step, int layer, int token, const float *q_norm,
                              const float *k_norm, void *kv, float *qkv) {
     int size = h->head_dim, half = size / 2, keys = h->kv_heads;
     const float *cos = h->cos + step->positions[token] * half, *sin = h->sin + step->positions[token] * half;
-    for (int head = 0; head < h->heads + keys; head++) {
+    for (int head = 0; head < h->heads + (h->only_queries ? 0 : keys); head++) {
         float *x = qkv + (size_t)head * size;
         const float *weight = head < h->heads ? q_norm : k_norm;
         if (weight) NAME(norm)(x, weight, size, h->eps, x);
@@ -38,6 +38,7 @@ static TARGET void KV(place)(const Heads *h, const Step *step, int layer, int to
         if (head < h->heads)
             for (int i = 0; i < size; i++) x[i] *= h->scale;
     }
+    if (h->only_queries) return;
     const float *new = qkv + (size_t)h->heads * size;
     if (step->given && step->given[2 * token])
         new = (const float *)(intptr_t)(step->given[2 * token] + layer * step->given[2 * token + 1]);
@@ -117,7 +118,7 @@ static TARGET void KV(attend)(const Heads *h, const Step *step, const Queries *b
     size_t row = (size_t)wide;
     float *scores = s->scores;
     int total = count * share;
-    size_t width = (size_t)(h->heads + 2 * h->kv_heads) * size; // of a token's queries, keys and values
+    size_t width = token_width(h);
     for (int i = 0; i < total; i++)
         memcpy(s->queries + (size_t)i * size, q + (size_t)(i / share) * width + ((size_t)head * share + i % share) * size,
                sizeof(float) * size);

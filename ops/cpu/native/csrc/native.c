@@ -337,7 +337,7 @@ typedef struct {
     const Step *step;
     const float *q_norm, *k_norm;
     void *kv;
-    float *qkv, *o; // [tokens][(heads + 2 kv_heads) * head_dim], [tokens][heads * head_dim]
+    float *qkv, *o; // [tokens][token_width], [tokens][heads * head_dim]
     int layer, chunks;
     _Atomic int failed;
 } AttentionJob;
@@ -345,7 +345,7 @@ typedef struct {
 static void do_places(void *argument, int chunk, int worker) {
     AttentionJob *j = argument;
     (void)worker;
-    size_t width = (size_t)(j->h->heads + 2 * j->h->kv_heads) * j->h->head_dim;
+    size_t width = token_width(j->h);
     for (int n = edge(j->step->tokens, j->chunks, chunk); n < edge(j->step->tokens, j->chunks, chunk + 1); n++)
         j->c->kernels->place[j->h->kv_floats](j->h, j->step, j->layer, n, j->q_norm, j->k_norm, j->kv,
                                               j->qkv + (size_t)n * width);
@@ -377,7 +377,7 @@ static void do_attention(void *argument, int chunk, int worker) {
     const Heads *h = j->h;
     Scratch *s = j->c->scratch + worker;
     int share = h->heads / h->kv_heads, units = j->step->blocks * h->kv_heads;
-    size_t width = (size_t)(h->heads + 2 * h->kv_heads) * h->head_dim, out = (size_t)h->heads * h->head_dim;
+    size_t width = token_width(h), out = (size_t)h->heads * h->head_dim;
     for (int unit = edge(units, j->chunks, chunk); unit < edge(units, j->chunks, chunk + 1); unit++) {
         const Queries *block = j->step->queries + unit / h->kv_heads;
         size_t wide = (size_t)(block->position + block->count) + 3 * LANES;

@@ -81,10 +81,16 @@ typedef struct {
 // One kind of attention.
 typedef struct {
     int32_t heads, kv_heads, head_dim, page_size;
-    int32_t kv_floats; // whether keys and values are float32, not bfloat16
+    int32_t kv_floats;    // whether keys and values are float32, not bfloat16
+    int32_t only_queries; // whether tokens have queries alone, and an earlier layer has stored keys and values
     int64_t window; // 0 for none
     float scale, eps;
     const float *cos, *sin; // [positions][head_dim / 2]
 } Heads;
+
+// Number of floats of a token's queries, keys and values.
+static inline size_t token_width(const Heads *h) {
+    return (size_t)(h->heads + (h->only_queries ? 0 : 2 * h->kv_heads)) * h->head_dim;
+}
 
 #endif

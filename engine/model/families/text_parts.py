@@ -1,0 +1,185 @@
+"""The multimodal models whose text part is read, and where their config.json describes it; knows no family's fields.
+
+A model that sees or hears is one of the families with other parts beside it: encoders of images or sound, and what
+projects their results to embeddings. Given text alone it computes what its text part computes. `MULTIMODAL` says of
+each architecture what its other parts are called; their tensors are left unread. Next: registry.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from headrace.adapters.untrusted import refuse
+
+__all__ = ["HOMES", "MULTIMODAL", "Multimodal", "TextPart", "text_part"]
+
+HOMES: Final = (
+    ("model.language_model.", ""),
+    ("language_model.model.", "language_model."),
+    ("language_model.", ""),
+    ("model.text_model.", ""),
+    ("text_model.", ""),
+    ("model.", ""),
+)
+"""Beginnings that the names of a text part's tensors may have, in files of transformers 5 and older ones.
+
+Each stands in place of `Names.prefix`, and beside it what stands before the name of the head.
+"""
+_CONFIG: Final = "text_config"
+_ROPES: Final = ("rope_parameters", "rope_scaling")
+
+
+@dataclass(frozen=True, slots=True)
+class Multimodal:
+    """An architecture with a text part."""
+
+    architecture: str
+    """Name in a config's `architectures`."""
+    model_type: str
+    """Name in a config's `model_type`."""
+    text_type: str
+    """Kind of the text part where its config names none."""
+    others: tuple[str, ...]
+    """Names of the other parts and tensors, which may stand behind `model.`."""
+    has_own_text: bool = False
+    """Whether all text parts are of this kind, whatever their config says. Older files have their fields beside
+    `vision_config`, and not in an object of their own."""
+
+
+_LLAVA: Final = ("vision_tower", "multi_modal_projector")
+_NEXT: Final = (*_LLAVA, "image_newline")
+_IDEFICS: Final = ("vision_model", "connector")
+_AUDIO: Final = ("audio_tower", "multi_modal_projector")
+_UNIFIED: Final = ("embed_vision", "vision_embedder", "embed_audio")
+_GEMMA4: Final = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
+
+MULTIMODAL: Final = (
+    Multimodal("Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", _LLAVA),
+    Multimodal("Gemma4ForConditionalGeneration", "gemma4", "gemma4_text", _GEMMA4),
+    Multimodal("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", "gemma4_unified_text", _UNIFIED),
+    Multimodal("Mistral3ForConditionalGeneration", "mistral3", "mistral", _LLAVA),
+    Multimodal("Qwen2VLForConditionalGeneration", "qwen2_vl", "qwen2_vl_text", ("visual",), has_own_text=True),
+    Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "qwen2_vl_text", ("visual",), has_own_text=True),
+    Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl_text", ("visual",), has_own_text=True),
+    Multimodal("Glm4vForConditionalGeneration", "glm4v", "glm4v_text", ("visual",), has_own_text=True),
+    Multimodal("LlavaForConditionalGeneration", "llava", "llama", _LLAVA),
+    Multimodal("LlavaNextForConditionalGeneration", "llava_next", "llama", _NEXT),
+    Multimodal("LlavaOnevisionForConditionalGeneration", "llava_onevision", "qwen2", _NEXT),
+    Multimodal("InternVLForConditionalGeneration", "internvl", "qwen2", _LLAVA),
+    Multimodal("AyaVisionForConditionalGeneration", "aya_vision", "cohere2", _LLAVA),
+    Multimodal("Cohere2VisionForConditionalGeneration", "cohere2_vision", "cohere2", _LLAVA),
+    Multimodal("Idefics2ForConditionalGeneration", "idefics2", "mistral", _IDEFICS),
+    Multimodal("Idefics3ForConditionalGeneration", "idefics3", "llama", _IDEFICS),
+    Multimodal("SmolVLMForConditionalGeneration", "smolvlm", "llama", _IDEFICS),
+    Multimodal("Qwen2AudioForConditionalGeneration", "qwen2_audio", "qwen2", _AUDIO),
+    Multimodal("VoxtralForConditionalGeneration", "voxtral", "llama", _AUDIO),
+)
+"""The architectures, each of which computes text alone as its text part does (tests/parity/test_text_parts.py)."""
+
+_FAMILIES: Final = {"qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "glm4v_text": "glm4"}
+"""The families of text parts that are of a kind of their own."""
+
+
+def _sizes(
+    vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, context: int
+) -> dict[str, object]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+    }
+
+
+_DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
+    "llama": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
+    "mistral": _sizes(32000, 4096, 14336, 32, 32, 8, 131072),
+    "ministral3": _sizes(131072, 4096, 14336, 34, 32, 8, 262144),
+    "qwen2": _sizes(151936, 4096, 22016, 32, 32, 32, 32768),
+    "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 4, 131072),
+    "gemma4_text": _sizes(262144, 2304, 9216, 30, 8, 4, 131072),
+    "gemma4_unified_text": _sizes(262144, 2304, 9216, 30, 8, 4, 262144),
+    "cohere2": _sizes(256000, 8192, 22528, 40, 64, 64, 8192),
+    "qwen2_vl_text": {
+        **_sizes(152064, 8192, 29568, 80, 64, 8, 32768),
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "max_window_layers": 80,
+    },
+    "qwen3_vl_text": {**_sizes(151936, 4096, 22016, 32, 32, 32, 128000), "rope_theta": 5e5, "head_dim": 128},
+    "glm4v_text": {
+        **_sizes(151552, 4096, 13696, 40, 32, 2, 32768),
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "partial_rotary_factor": 1.0,
+    },
+}
+"""What fields mean that a text part's config leaves out, by its kind: published files say no more than they must."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """The text part of a multimodal model, as its config.json describes it."""
+
+    whole: Multimodal
+    family: str
+    """The `model_type` of its family."""
+    config: Mapping[str, object]
+    """The fields of the text part, and those of the whole model that concern it."""
+    origin: str
+    """Where the fields stand, for messages."""
+
+
+def text_part(whole: Multimodal, config: Mapping[str, object], origin: str) -> TextPart:
+    """Return the text part of a model of the architecture `whole`.
+
+    Raises:
+        ModelRejected: There is no description of a text part.
+    """
+    given, place = config.get(_CONFIG), f"{origin}: {_CONFIG}"
+    if given is None and whole.has_own_text:
+        given, place = {name: value for name, value in config.items() if name != "vision_config"}, origin
+    if not isinstance(given, Mapping):
+        refuse(origin, _CONFIG, given, "an object that describes the text part")
+    named = given.get("model_type", whole.text_type)
+    kind = whole.text_type if whole.has_own_text or not isinstance(named, str) else named
+    fields: dict[str, object] = {**_DEFAULTS.get(kind, {}), **given}
+    fields["dtype"] = _first(config, given, "dtype", "torch_dtype")
+    fields["tie_word_embeddings"] = _tied(config, given)
+    if whole.has_own_text:
+        fields.update((name, _of_text(fields[name])) for name in _ROPES if name in fields)
+    if kind == "glm4v_text" and fields.get("head_dim") is None:
+        fields["head_dim"] = _shared_out(fields["hidden_size"], fields["num_attention_heads"])
+    return TextPart(whole, _FAMILIES.get(kind, kind), fields, place)
+
+
+def _shared_out(hidden: object, heads: object) -> int | None:
+    """Return the hidden size shared out among heads; None where that is not possible."""
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+
+
+def _first(config: Mapping[str, object], given: Mapping[str, object], *names: str) -> object:
+    """Return the first value that is there, in the whole model's config or in that of the text part."""
+    found = (fields.get(name) for fields in (config, given) for name in names)
+    return next((value for value in found if value is not None), None)
+
+
+def _tied(config: Mapping[str, object], given: Mapping[str, object]) -> object:
+    """Return whether the head is the embedding: older files say so of the text part, newer ones of the whole model."""
+    found = [fields.get("tie_word_embeddings") for fields in (config, given)]
+    said = [value for value in found if value is not None]
+    return next((value for value in said if value is not False), said[0] if said else None)
+
+
+def _of_text(rope: object) -> object:
+    """Return a rope whose sections rotate by the same positions, as they do in text: one without sections."""
+    if not isinstance(rope, Mapping):
+        return rope
+    plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+    kinds = {name: "default" for name in ("rope_type", "type") if plain.get(name) == "mrope"}
+    return {**plain, **kinds}

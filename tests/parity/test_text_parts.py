@@ -1,0 +1,249 @@
+"""Text parts of models that see or hear give the logits that transformers gives for text, whatever their names are."""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import anyio
+import peft
+import pytest
+import tiny_models
+import torch
+import transformers
+from against_transformers import FEW_CUTS, all_at_once, check_cuts, greedy
+from model_driver import ModelUnderTest
+from quantising import Told
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from text_part_models import TEXT_PARTS, text_part_model
+from torch import Tensor
+
+from headrace.adapters.files import read_adapter
+from headrace.engine import AdapterRejected, Engine, EngineConfig, InvalidParams, ModelRejected, SamplingParams
+from headrace.engine.inspection.inspect import inspect_model
+from headrace.engine.model.cpu.adapters import CpuBank
+from headrace.engine.model.families.registry import from_hf, has_family, read_hf_config
+from headrace.engine.model.families.text_parts import MULTIMODAL
+from headrace.engine.model.quantising.run import quantise_folder
+from headrace.engine.model.shared.adapter_device import adapter_shape
+from headrace.engine.tokens.tokenizer import Tokenizer
+from headrace.server.commands.model_facts import print_facts
+
+LENGTHS = (45, 17)
+WITHOUT_FORMER_NAMES = ("idefics", "smolvlm", "qwen3_vl", "glm4v", "cohere2_vision", "gemma4")
+"""Models whose files have had one set of names; transformers writes those of the others under their former names."""
+
+
+@cache
+def reference(name: str) -> tuple[Any, list[list[int]], list[Tensor]]:
+    """A model, sequences of text, and their logits in one piece by transformers."""
+    model = text_part_model(name)
+    vocab = model.config.get_text_config().vocab_size
+    sequences = [torch.randint(0, vocab, (length,)).tolist() for length in LENGTHS]
+    with torch.inference_mode():
+        logits = [model(input_ids=torch.tensor([ids])).logits[0] for ids in sequences]
+    if getattr(model.config.get_text_config(), "model_type", "") == "cohere2":
+        # Cohere's own class of the text part scales them; the class around it has left that out since it was rewritten.
+        logits = [each * model.config.text_config.logit_scale for each in logits]
+    return model, sequences, logits
+
+
+def other_names(folder: Path, model: Any) -> None:
+    """Write the weights again, under the names of the modules of transformers 5."""
+    held = load_file(folder / "model.safetensors")
+    tensors = {name: each.contiguous() for name, each in model.state_dict().items() if name != "lm_head.weight"}
+    if any(name.endswith("lm_head.weight") for name in held):
+        tensors["lm_head.weight"] = model.lm_head.weight.detach().contiguous()
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", TEXT_PARTS)
+def test_logits_of_text_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model, sequences, expected = reference(name)
+    model.save_pretrained(tmp_path)
+    published = set(load_file(tmp_path / "model.safetensors"))
+    _, tested = ModelUnderTest.load(tmp_path)
+    check_cuts(tested, sequences, expected, FEW_CUTS)
+    other_names(tmp_path, model)
+    has_one_name = name.startswith(WITHOUT_FORMER_NAMES) and name != "gemma4_unified"
+    assert (published == set(load_file(tmp_path / "model.safetensors"))) == has_one_name
+    _, tested = ModelUnderTest.load(tmp_path)
+    check_cuts(tested, sequences, expected, {"in chunks": FEW_CUTS["in chunks"]})
+
+
+def test_every_architecture_has_been_compared() -> None:
+    compared = {(model.config_class.model_type, type(model).__name__) for model in map(text_part_model, TEXT_PARTS)}
+    assert compared == {(each.model_type, each.architecture) for each in MULTIMODAL}
+
+
+@pytest.mark.parametrize("whole", MULTIMODAL, ids=lambda each: each.model_type)
+def test_fields_that_are_left_out_mean_what_they_mean_in_transformers(whole: Any) -> None:
+    """Published files leave out what equals the defaults of a class, and their text parts are of these sizes."""
+    kind = {"qwen2_5_vl": "qwen2_5_vl_text"}.get(whole.model_type, whole.text_type)
+    config = getattr(transformers, whole.architecture).config_class(text_config={"model_type": kind})
+    tied = {"tie_word_embeddings": config.tie_word_embeddings} if hasattr(config, "tie_word_embeddings") else {}
+    named = {"architectures": [whole.architecture], "model_type": whole.model_type}
+    text = config.text_config.to_dict() | {"model_type": kind}
+    if whole.model_type == "voxtral":  # whose class has other defaults than its text part's, for old files alone
+        text = transformers.LlamaConfig().to_dict()
+    short = from_hf({**named, **tied, "text_config": {"model_type": kind}})
+    assert short == from_hf({**named, **tied, "text_config": text})
+    assert short.architecture == whole.architecture
+
+
+FLAT = ["qwen2_vl", "qwen2_5_vl, tied, later layers windowed", "glm4v"]
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_fields_of_the_text_part_beside_the_others_as_in_older_files(name: str, tmp_path: Path) -> None:
+    model, sequences, expected = reference(name)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "rope_type": "mrope", "mrope_section": rope["mrope_section"]}
+    older = {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    older |= {"partial_rotary_factor": rope["partial_rotary_factor"]} if name == "glm4v" else {}
+    (tmp_path / "config.json").write_text(json.dumps({**text, **older, **config}))
+    spec, tested = ModelUnderTest.load(tmp_path)
+    assert spec.max_context == 128
+    check_cuts(tested, sequences, expected, {"in chunks": FEW_CUTS["in chunks"]})
+
+
+def test_dtype_and_tied_heads_are_those_of_either_config(tmp_path: Path) -> None:
+    text_part_model("llava_onevision").save_pretrained(tmp_path)
+    config = read_hf_config(tmp_path)
+    text = config["text_config"]
+    assert isinstance(text, dict)
+    bare = {name: value for name, value in config.items() if name not in ("dtype", "tie_word_embeddings")}
+    bare["text_config"] = {name: value for name, value in text.items() if name not in ("dtype", "tie_word_embeddings")}
+    assert not from_hf(bare).tied_head and from_hf(bare).checkpoint_dtype is None
+    for fields in ({"tie_word_embeddings": True}, {"torch_dtype": "bfloat16"}):
+        said = [from_hf(bare | fields), from_hf(bare | {"text_config": {**bare["text_config"], **fields}})]
+        assert said[0] == said[1] != from_hf(bare)
+
+
+def test_tensors_of_no_part_are_refused_by_name(tmp_path: Path) -> None:
+    model = text_part_model("llava")
+    model.save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("vision_tower.") for name in held)
+    for extra in ("vision_towers.weight", "language_model.model.more.weight", "model.language_model.norm.weight"):
+        save_file({**held, extra: torch.ones(4)}, tmp_path / "model.safetensors")
+        with pytest.raises(ModelRejected, match=extra) as refused:
+            ModelUnderTest.load(tmp_path)
+        assert refused.value.field == extra and "left over" in str(refused.value)
+    missing = {name: each for name, each in held.items() if name != "language_model.model.norm.weight"}
+    save_file(missing, tmp_path / "model.safetensors")
+    with pytest.raises(ModelRejected, match=r"language_model\.model\.norm\.weight.*missing"):
+        ModelUnderTest.load(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["gemma3", "llava", "smolvlm"])
+def test_adapters_of_the_text_part(name: str, tmp_path: Path) -> None:
+    model = text_part_model(name)
+    model.save_pretrained(tmp_path / "base")
+    layers = r".*(language|text)_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.down_proj)"
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=layers, modules_to_save=None)).eval()
+    torch.manual_seed(2)
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, 0.0, 0.15)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    ids = torch.randint(0, 96, (23,)).tolist()
+    with torch.inference_mode():
+        expected = wrapped(input_ids=torch.tensor([ids])).logits[0]
+    spec, tested = ModelUnderTest.load(tmp_path / "base")
+    tested.bank = CpuBank(1, 8, torch.float32)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    written = load_file(file)
+    homes = ["model.text_model."] if name == "smolvlm" else ["model.language_model.", "language_model.model.", "model."]
+    for home in homes:
+        save_file({key.replace(_home(key), home): each for key, each in written.items()}, file)
+        tested.bank.put(0, 0, read_adapter(tmp_path / "adapter", adapter_shape(spec), torch.float32, max_rank=8))
+        (found,) = tested.logits([ids], 128, None, [0])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    save_file({key.replace(_home(key), "vision_tower."): each for key, each in written.items()}, file)
+    with pytest.raises(AdapterRejected, match="vision_tower"):
+        read_adapter(tmp_path / "adapter", adapter_shape(spec), torch.float32, max_rank=8)
+
+
+def _home(key: str) -> str:
+    return key.removeprefix("base_model.model.").partition("layers.")[0]
+
+
+def test_a_quantised_copy_leaves_the_other_parts_as_they_are(tmp_path: Path) -> None:
+    model, sequences, expected = reference("gemma3")
+    model.save_pretrained(tmp_path / "model")
+    tiny_models.write_tokenizer(tmp_path / "model")
+    quantise_folder(tmp_path / "model", tmp_path / "copy", "int8", Told())
+    held, kept = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "copy"))
+    others = [name for name in held if name.startswith(("vision_tower.", "multi_modal_projector."))]
+    assert len(others) > 10 and all(torch.equal(kept[name], held[name]) for name in others)
+    ignored = read_hf_config(tmp_path / "copy")["quantization_config"]
+    assert isinstance(ignored, dict) and r"re:(model\.)?vision_tower\..*" in ignored["ignore"]
+    _, tested = ModelUnderTest.load(tmp_path / "copy")
+    for wanted, found in zip(expected, tested.logits(sequences, 128), strict=True):
+        assert 1e-4 < float((found - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_inspecting_says_which_parts_are_unread(tmp_path: Path) -> None:
+    text_part_model("llava_next").save_pretrained(tmp_path)
+    tiny_models.write_tokenizer(tmp_path)
+    facts = inspect_model(EngineConfig(model=tmp_path))
+    held = load_file(tmp_path / "model.safetensors")
+    assert facts.runs and facts.unread == ("vision_tower", "multi_modal_projector", "image_newline")
+    assert facts.stored_bytes + facts.unread_bytes == sum(each.nbytes for each in held.values())
+    assert facts.shape is not None and facts.shape.family == "llava_next"
+    out = io.StringIO()
+    print_facts(facts, Console(file=out, width=200))
+    assert "not read: vision_tower, multi_modal_projector, image_newline: " in out.getvalue()
+
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def test_an_engine_answers_text_and_refuses_images(tmp_path: Path) -> None:
+    model, sequences, _ = reference("smolvlm")
+    model.save_pretrained(tmp_path)
+    tiny_models.write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    assert Tokenizer.from_folder(tmp_path).chat_template == TEMPLATE
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]}]
+
+    async def run() -> None:
+        async with Engine(tmp_path, dtype="float32", kv_memory="1MiB") as engine:
+            assert engine.info.architecture == "SmolVLMForConditionalGeneration"
+            assert await all_at_once(engine, sequences, 12) == [greedy(model, ids, 12) for ids in sequences]
+            with pytest.raises(InvalidParams, match=r"messages\[0\]\.content\[0\].*only text"):
+                await engine.generate(image, SamplingParams(max_tokens=1))
+
+    anyio.run(run)
+
+
+NAMED = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
+REFUSED = [
+    ({"architectures": ["PaliGemmaForConditionalGeneration"], "text_config": {}}, "architectures"),  # sees both ways
+    ({"architectures": ["Llama4ForConditionalGeneration"], "text_config": {}}, "architectures"),
+    ({**NAMED, "model_type": "llava_next", "text_config": {"model_type": "llama"}}, "model_type"),
+    ({**NAMED, "text_config": {"model_type": "mamba"}}, "model_type"),
+    ({**NAMED}, "text_config"),
+    ({**NAMED, "text_config": ["llama"]}, "text_config"),
+    ({**NAMED, "text_config": {"model_type": "llama", "attn_logit_softcapping": 3.0}}, "attn_logit_softcapping"),
+    ({**NAMED, "is_encoder_decoder": True, "text_config": {"model_type": "llama"}}, "is_encoder_decoder"),
+    ({**NAMED, "auto_map": {"AutoModel": "other.Other"}, "text_config": {"model_type": "llama"}}, "auto_map"),
+    ({**NAMED, "text_config": {"model_type": "llama", "num_hidden_layers": 0}}, "num_hidden_layers"),
+]
+
+
+@pytest.mark.parametrize(("config", "field"), REFUSED, ids=lambda each: each if isinstance(each, str) else "")
+def test_refusals_name_the_field(config: dict[str, Any], field: str) -> None:
+    with pytest.raises(ModelRejected) as refused:
+        from_hf(config)
+    assert refused.value.field == field
+    assert has_family(config) == (config["architectures"] == NAMED["architectures"])
