@@ -15,8 +15,8 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import load_weights
 from headrace.engine.model.cpu.heads import CpuDraftHead, DraftAsk
+from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.cpu.rows import CpuRows
-from headrace.engine.model.cpu.runner import cpu_ops
 from headrace.engine.model.drafting.heads.reading import open_head, open_mtp
 from headrace.engine.model.drafting.heads.spec import MedusaSpec
 from headrace.engine.model.families.registry import from_hf, read_hf_config

@@ -186,6 +186,60 @@ def test_an_engine_drafts_what_the_definition_says(
         assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each)), tokens
 
 
+def gemma4_folder(folder: Path) -> Path:
+    """Gemma 4 with pages of two shapes, layers that read the pages of others, and embeddings of each layer."""
+    import transformers
+
+    chat_folder(folder)
+    torch.manual_seed(5)
+    sizes: dict[str, Any] = {
+        "vocab_size": TOKENS, "vocab_size_per_layer_input": TOKENS, "hidden_size": SIZE, "intermediate_size": 48,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "global_head_dim": 16, "max_position_embeddings": 2048, "sliding_window": 20, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 16,
+        "bos_token_id": None, "eos_token_id": 256, "pad_token_id": None,
+    }  # fmt: skip
+    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**sizes))
+    for name, parameter in model.named_parameters():
+        if "norm" not in name and "scal" not in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@native
+@pytest.mark.parametrize("swapped", [False, True], ids=["roomy", "swapped"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_a_model_with_several_pools_of_pages(
+    name: str, swapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    always_deep(monkeypatch)
+    drafts = recorded(monkeypatch)
+    folder = gemma4_folder(tmp_path / "model")
+    torch.manual_seed(3)
+    make, method = HEADS[name]
+    head = fit(make())
+    speculation = method(head.write(tmp_path / "head"), k=3)
+    more: dict[str, Any] = {"prefix_cache": False, "page_size": 4, "launch_ahead": 3}
+    if swapped:
+        more |= {"kv_memory": "56KiB", "swap_memory": "1MiB", "max_batched_tokens": 24}
+
+    async def run(**also: Any) -> list[Any]:
+        async with Engine(folder, **options(**more), **also) as engine:
+            answers = told(await ask_all(engine, ASKED[:4] * 2))
+            assert not swapped or not also or engine.stats().swaps > 0
+            return answers
+
+    assert anyio.run(lambda: run(speculation=speculation)) == anyio.run(run)
+    reference = transformers.Gemma4ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    filled = [(ask.work.request.tokens[: ask.length], each) for ask, each in drafts if each]
+    assert len(filled) > 50 and len(filled) >= 0.9 * len(drafts)
+    for tokens, each in filled[::3]:
+        assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each)), tokens
+
+
 def chained_folder(folder: Path, family: str = "Llama") -> Path:
     """A model whose next token depends on the latest one alone: its layers add nothing."""
     import transformers

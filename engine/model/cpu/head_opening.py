@@ -15,8 +15,9 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
 from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.cpu.heads import CpuDraftHead, LoadHead
+from headrace.engine.model.cpu.operations import cpu_ops, kv_layout
 from headrace.engine.model.cpu.rows import CpuRows
-from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops, kv_layout
+from headrace.engine.model.cpu.runner import CpuDecoder
 from headrace.engine.model.drafting.heads.reading import HeadFiles, open_head, open_mtp
 from headrace.engine.model.drafting.heads.spec import HeadSpec, MedusaSpec
 from headrace.engine.model.network.decoder import Decoder

@@ -16,7 +16,8 @@ from headrace.engine.model.checkpoint.weights import Source, open_weights
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.head_opening import head_source
 from headrace.engine.model.cpu.heads import LoadHead
-from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner, cpu_ops
+from headrace.engine.model.cpu.operations import cpu_ops
+from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner
 from headrace.engine.model.cpu.sizing import cpu_dtype, cpu_limits, cpu_sizes, runs_native
 from headrace.engine.model.drafting.ngram import NgramDrafter
 from headrace.engine.model.network.decoder import Decoder
