@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from headrace.engine import ModelRejected
 from headrace.engine.model.drafting.heads.reading import open_mtp
 from headrace.engine.model.drafting.heads.spec import RecurrentSpec
 from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.families.text_parts import HOMES
 
 LAYERS = 3
 SIZES: dict[str, Any] = {
@@ -108,6 +110,20 @@ def test_a_spec_says_what_the_module_reads(tmp_path: Path) -> None:
     assert isinstance(spec, RecurrentSpec)
     assert (spec.method, spec.taps, spec.target_size, spec.draft_vocab_size) == ("mtp", (), 64, 96)
     assert spec.block.layers == target.layers[-1:] and spec.feeds_back_normed
+
+
+@pytest.mark.parametrize("home", ["model.language_model.", "language_model.model."])
+def test_a_module_is_found_within_a_larger_model(home: str, tmp_path: Path) -> None:
+    with_module("GLM-4.5", tmp_path)
+    target = from_hf(read_hf_config(tmp_path))
+    target = replace(target, names=replace(target.names, homes=HOMES, others=("vision_tower",)))
+    tensors = load_file(tmp_path / "model.safetensors")
+    moved = {name.replace("model.", home, 1): tensor for name, tensor in tensors.items()}
+    save_file(moved | {"model.vision_tower.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    with open_mtp(tmp_path, target) as found:
+        assert isinstance(found.spec, RecurrentSpec)
+        part = found.spec.parameters()["fuse"].parts[0]
+        assert found.inventory.of(part).tensors[0] == f"{home}layers.{LAYERS}.eh_proj.weight"
 
 
 def dropped(name: str) -> Callable[[dict[str, Tensor]], object]:
