@@ -68,7 +68,7 @@ ENGINE_NAMES: Final[Mapping[str, Names]] = {
         "data_parallel_size": _ONE_DEVICE,
         "distributed_executor_backend": _ONE_DEVICE,
         "cpu_offload_gb": _NOT_BUILT,
-        "speculative_config": 'say speculation="ngram:k=4" where its method is ngram',
+        "speculative_config": 'say speculation="ngram:k=4" for its method ngram, "eagle:path=FOLDER,k=3" for a head',
         "limit_mm_per_prompt": _NOT_BUILT,
         "compilation_config": _NOT_BUILT,
         "quantization": 'it is read from the model\'s files; quantize="fp8", "int8" or "int4" quantises others',

@@ -5,13 +5,14 @@ What is generated does not depend on them; docs/speculation.md says when they he
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeAlias
 
 from headrace.engine.errors import InvalidParams
 
-__all__ = ["Ngram", "Speculation", "speculation_of"]
+__all__ = ["Eagle", "Medusa", "Mtp", "Ngram", "Speculation", "speculation_of"]
 
 _MOST_DRAFTS: Final = 16
 _LONGEST: Final = 32
@@ -37,10 +38,65 @@ class Ngram:
         _check("longest", self.longest, _FEWEST_COMPARED, _LONGEST)
 
 
-Speculation: TypeAlias = Ngram
+@dataclass(frozen=True, slots=True)
+class Eagle:
+    """Guess by a head of EAGLE, EAGLE-2 or EAGLE-3 that was trained for the model, also in the speculators format.
+
+    Raises:
+        InvalidParams: `path` is no path, or `k` is out of its range.
+    """
+
+    path: str | os.PathLike[str]
+    """Folder of the head: a config.json, and weights in safetensors."""
+    k: int = 3
+    """Most drafts for a request in one step, from 1 to 16; steps take fewer, or none, where that is faster."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _check_path(self.path)
+        _check("k", self.k, 1, _MOST_DRAFTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Medusa:
+    """Guess by Medusa's heads that were trained for the model, each for a token at another distance.
+
+    Raises:
+        InvalidParams: `path` is no path, or `k` is out of its range.
+    """
+
+    path: str | os.PathLike[str]
+    """Folder of the heads: a config.json, and weights in safetensors."""
+    k: int = 3
+    """Most drafts for a request in one step, from 1 to the number of heads; steps take fewer, or none, where that is
+    faster."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _check_path(self.path)
+        _check("k", self.k, 1, _MOST_DRAFTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp:
+    """Guess by the module for multi-token prediction that comes with the model, as with DeepSeek-V3 and GLM-4.5.
+
+    Raises:
+        InvalidParams: `k` is out of its range.
+    """
+
+    k: int = 2
+    """Most drafts for a request in one step, from 1 to 16; steps take fewer, or none, where that is faster."""
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        _check("k", self.k, 1, _MOST_DRAFTS)
+
+
+Speculation: TypeAlias = Ngram | Eagle | Medusa | Mtp
 """Any way of guessing tokens."""
 
-_METHODS: Final[Mapping[str, type[Speculation]]] = {"ngram": Ngram}
+_METHODS: Final[Mapping[str, type[Speculation]]] = {"ngram": Ngram, "eagle": Eagle, "medusa": Medusa, "mtp": Mtp}
 
 
 def speculation_of(wanted: object) -> Speculation | None:
@@ -50,7 +106,7 @@ def speculation_of(wanted: object) -> Speculation | None:
         InvalidParams: The way of guessing has no such option, or an option's value is out of range.
         ValueError: `wanted` is of another type, or there is no such way of guessing.
     """
-    if wanted is None or isinstance(wanted, Ngram):
+    if wanted is None or isinstance(wanted, Speculation):
         return wanted
     if not isinstance(wanted, str):
         raise ValueError('must be None, a value such as Ngram(k=4), or text such as "ngram:k=4"')
@@ -69,8 +125,17 @@ def _options(method: type[Speculation], text: str) -> dict[str, Any]:
         if name not in known:
             field = f"speculation.{name}"
             raise InvalidParams(f"{field}: there is no such option, only {', '.join(known)}", field=field, value=value)
-        options[name] = int(value) if value.isascii() and value.isdecimal() else value
+        options[name] = int(value) if name != "path" and value.isascii() and value.isdecimal() else value
+    if "path" in known:
+        options.setdefault("path", "")
     return options
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        field = "speculation.path"
+        message = f"{field}: must be the path of the head's folder, got {path!r}"
+        raise InvalidParams(message, field=field, value=path, limit="a path")
 
 
 def _check(name: str, value: object, least: int, most: int) -> None:

@@ -78,8 +78,8 @@ SpeculateOption = Annotated[
     str | None,
     typer.Option(
         "--speculate",
-        help="Guess the next tokens and verify several in one step, such as ngram or ngram:k=4,longest=4; answers stay "
-        "the same. On a CPU.",
+        help="Guess the next tokens and verify several in one step, such as ngram:k=4,longest=4, or by a trained head "
+        "such as eagle:path=FOLDER,k=3, medusa:path=FOLDER or mtp; answers stay the same. On a CPU.",
     ),
 ]
 QuantizeOption = Annotated[

@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.plan import all_parts
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
-from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.feeds.dense import GatedFeed
 from headrace.engine.model.network.layers import FEEDS

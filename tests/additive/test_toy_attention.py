@@ -15,7 +15,7 @@ from additive.toy_models import EPSILON, Reference, check, plain_feed, plain_mix
 from torch import Tensor
 
 from headrace.engine.errors import ModelRejected
-from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.cuda.listed import list_kernels
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig

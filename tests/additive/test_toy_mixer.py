@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.weights import SublayerWeights, load_weights
-from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.layers import FEEDS, MIXERS
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step

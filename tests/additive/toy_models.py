@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from headrace.engine.model.checkpoint.plan import all_parts
 from headrace.engine.model.checkpoint.weights import load_weights
-from headrace.engine.model.cpu.runner import Variants, cpu_ops
+from headrace.engine.model.cpu.operations import Variants, cpu_ops
 from headrace.engine.model.families.hf import HF_NAMES
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.layers import FEEDS, MIXERS, Feeds, Mixers

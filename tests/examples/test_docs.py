@@ -37,14 +37,7 @@ ELSEWHERE = [
     *(f"docs/coming_from_{tool}.md" for tool in ("vllm", "openai", "llama_cpp")),
 ]
 """Run by test_cookbook.py, tests/additive/test_toy_format.py and test_coming_from.py."""
-FRAGMENTS = [
-    "docs/sampling.md",
-    "docs/hooks.md",
-    "docs/embedding.md",
-    "docs/embeddings.md",
-    "docs/serving.md",
-    "docs/speculation.md",
-]
+FRAGMENTS = [f"docs/{name}.md" for name in ("sampling", "hooks", "embedding", "embeddings", "serving", "speculation")]
 
 
 def code_of(place: str, source: str, model: Path, **others: Path) -> CodeType:

@@ -102,6 +102,65 @@ def test_train_adapters(tmp_path: Path) -> None:
     assert loaded.block.abs().max() > 0.01
 
 
+def test_train_draft_heads(tmp_path: Path) -> None:
+    """On a tiny model: both learn, and what was saved drafts in headrace what the trained modules draft."""
+    import tiny_models
+    import torch
+    import transformers
+    from draft_driver import Drafting, Row
+
+    script = example("train_draft_heads")
+    torch.manual_seed(5)
+    sizes = {"num_hidden_layers": 7, "tie_word_embeddings": False}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny_models.CONFIG | sizes)).eval()
+    for name, parameter in base.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.3)
+    base.requires_grad_(False)
+    base.save_pretrained(tmp_path / "base")
+    chats = [script.Chat([(at * step) % 96 for at in range(30)], 4) for step in (1, 5, 7, 11)]
+    asked = script.arguments([str(tmp_path), "--steps", "150", "--batch", "4", "--vocabulary", "60"])
+    eagle, medusa, losses = script.train(base, chats, asked)
+    assert losses[-1] < 0.85 * losses[0]
+    eagle.save(tmp_path / "eagle3", base.config)
+    medusa.save(tmp_path / "medusa")
+    eagle, medusa = eagle.bfloat16().float(), medusa.bfloat16().float()  # as they were saved
+    table = base.model.embed_tokens.weight
+    rows, expected = [Row(chat.ids[:length]) for chat, length in zip(chats, (9, 13, 20, 29), strict=True)], []
+    with torch.no_grad():
+        for row in rows:
+            states = script.States(base, torch.tensor([row.ids[:-1]]))
+            both = eagle.drafts(table, torch.tensor(row.ids), states.inputs), medusa.drafts(states.final[0, -1])
+            expected.append(both)
+        check_depths(eagle, table, script.States(base, torch.tensor([rows[3].ids[:-1]])).inputs, rows[3].ids)
+    found = [
+        Drafting(tmp_path / "base", tmp_path / name).side_by_side(rows, 64, None, 3) for name in ("eagle3", "medusa")
+    ]
+    assert list(zip(*found, strict=True)) == expected
+    measured = script.accepted(base, eagle, medusa, chats)
+    assert all(1 <= measured[name] <= 4 for name in ("eagle3", "medusa"))
+
+
+def check_depths(eagle: Any, table: Any, inputs: Any, ids: list[int]) -> None:
+    """Training computes all positions of a depth at once what drafting computes one after the other."""
+    import torch
+
+    tokens, states, before = table[torch.tensor([ids[1:]])], eagle.fused(inputs), []
+    outputs = []
+    for _ in range(3):
+        states = eagle(tokens, states, before)
+        outputs.append(states)
+        states = states.roll(1, 1)
+    for depth in (1, 2):
+        for last in (depth, 7, len(ids) - 2):
+            entries = eagle.fused(inputs)[:, : last + 1 - depth]
+            for further in range(1, depth + 1):
+                place = last - depth + further
+                entries = torch.cat((entries, outputs[further - 1][:, place - 1 : place]), 1)
+            output = eagle(tokens[:, : last + 1], entries, [])[:, -1]
+            torch.testing.assert_close(outputs[depth][:, last], output, rtol=1e-4, atol=1e-4)
+
+
 def test_tenant_adapters(smollm2: Path, capsys: pytest.CaptureFixture[str]) -> None:
     anyio.run(example("tenant_adapters").main, str(smollm2))
     printed = capsys.readouterr().out

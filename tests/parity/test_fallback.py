@@ -15,7 +15,8 @@ from model_driver import OPERATIONS, ModelUnderTest, capacity
 from torch import Tensor
 
 from headrace.engine import Engine, EngineStats
-from headrace.engine.model.cpu.runner import CpuDecoder, cpu_ops
+from headrace.engine.model.cpu.operations import cpu_ops
+from headrace.engine.model.cpu.runner import CpuDecoder
 from headrace.engine.model.cpu.sizing import runs_native
 from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.families.registry import read_hf_config

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from headrace.engine.model.checkpoint.found import Checkpoint, Found, Reader, refuse_tensor
-from headrace.engine.model.checkpoint.plan import all_parameters
+from headrace.engine.model.checkpoint.plan import Holding
 from headrace.engine.model.checkpoint.readers import READERS, find
 from headrace.engine.model.checkpoint.transposed import transposed
 from headrace.engine.model.roles import Fused, Names, Part
@@ -23,28 +23,28 @@ __all__ = ["Inventory"]
 class Inventory:
     """How an open checkpoint holds each tensor that a decoder needs."""
 
-    def __init__(self, files: Checkpoint, spec: DecoderSpec, readers: Sequence[Reader] = READERS) -> None:
+    def __init__(self, files: Checkpoint, spec: DecoderSpec | Holding, readers: Sequence[Reader] = READERS) -> None:
         """Find all tensors of `spec`, each by the first of `readers` that knows it.
 
         Args:
             files: The open checkpoint.
-            spec: The shape of the model.
+            spec: The shape of the model, or what a checkpoint must hold of something else.
             readers: Readers of the ways in which a checkpoint may store a weight, in the order in which they are asked.
 
         Raises:
             ModelRejected: A tensor is missing, left over or of another shape.
         """
         self.files = files
-        self.names: Names = spec.names.found_in(files.shapes)
+        held = spec if isinstance(spec, Holding) else Holding.of(spec)
+        self.names: Names = held.names.found_in(files.shapes)
         """Names of the tensors; a folder may have been saved without the class that holds the head."""
         self.others = [name for name in files.shapes if self.names.is_other(name)]
         """Tensors of the other parts of a larger model, which are left unread."""
-        self.scales = [self._scale_names(layer) for layer in range(spec.num_layers)]
+        self.scales = [self._scale_names(layer) for layer in range(held.num_layers)]
         """By layer, names of the scales of an 8-bit cache that it may have, each with `k` (keys) or `v` (values)."""
         self.tied_leftover: Found | None = None
         """A stored head that should be the embedding, since the spec ties them; None if there is none."""
-        parameters = tuple(all_parameters(spec))
-        parts = [(self.names.of(part), part, shape) for fused in parameters for part, shape in fused.shapes]
+        parts = [(self.names.of(part), part, shape) for part, shape in held.parts()]
         wanted = {name: shape for name, _, shape in parts}
         self._turned = {name for name, part, _ in parts if self.names.is_transposed(part)}
         self._found = {name: found for name in wanted if (found := self._find(name, readers)) is not None}
@@ -53,15 +53,15 @@ class Inventory:
         if missing:
             limit = f"the {len(wanted)} tensors of the model ({len(missing)} missing{self._counted()})"
             self.refuse(missing[0], "missing", limit)
-        head_shape = (spec.vocab_size, spec.hidden_size)
-        head = self.names.of(Part("head.weight", 0))
-        if spec.tied_head and self.names.prefix and files.shapes.get(head) == head_shape:
-            self.tied_leftover = find(files, head, readers)
-        self._check_leftovers(is_tied=spec.tied_head)
+        if held.tied_head is not None and self.names.prefix:
+            head = self.names.of(Part("head.weight", 0))
+            if files.shapes.get(head) == held.tied_head:
+                self.tied_leftover = find(files, head, readers)
+        self._check_leftovers(is_tied=held.tied_head is not None)
         for name, shape in wanted.items():
             self._check_shape(name, shape)
         self._check_stacks()
-        for fused in parameters:
+        for fused in held.parameters:
             self._check_kinds(fused)
 
     def check_numbers(self) -> None:

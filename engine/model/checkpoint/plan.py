@@ -6,12 +6,22 @@ Which parameters a layer has is said by its mixer and its feed; nothing here kno
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from headrace.engine.model.roles import Fused, Part, bias, matrix
+from headrace.engine.model.roles import Fused, Names, Part, bias, matrix
 from headrace.engine.model.spec import DecoderSpec
 
-__all__ = ["LayerPlan", "all_parameters", "all_parts", "final_norm_plan", "layer_plan", "per_layer_plan", "top_plan"]
+__all__ = [
+    "Holding",
+    "LayerPlan",
+    "all_parameters",
+    "all_parts",
+    "final_norm_plan",
+    "layer_plan",
+    "per_layer_plan",
+    "top_plan",
+]
 
 
 class LayerPlan(NamedTuple):
@@ -19,6 +29,29 @@ class LayerPlan(NamedTuple):
 
     mixer: Mapping[str, Fused]
     feed: Mapping[str, Fused]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a checkpoint must hold."""
+
+    names: Names
+    parameters: tuple[Fused, ...]
+    num_layers: int = 0
+    """Number of layers, which may have scales of an 8-bit cache."""
+    tied_head: tuple[int, int] | None = None
+    """Shape of an output head that may be stored though it is the embedding; None if there can be none."""
+
+    @staticmethod
+    def of(spec: DecoderSpec) -> Holding:
+        """Return what a checkpoint of a decoder must hold."""
+        tied_head = (spec.vocab_size, spec.hidden_size) if spec.tied_head else None
+        return Holding(spec.names, tuple(all_parameters(spec)), spec.num_layers, tied_head)
+
+    def parts(self) -> Iterator[tuple[Part, tuple[int, ...]]]:
+        """Yield every tensor with its shape."""
+        for fused in self.parameters:
+            yield from fused.shapes
 
 
 def layer_plan(spec: DecoderSpec, layer: int) -> LayerPlan:
@@ -59,8 +92,7 @@ def all_parameters(spec: DecoderSpec) -> Iterator[Fused]:
 
 def all_parts(spec: DecoderSpec) -> Iterator[tuple[Part, tuple[int, ...]]]:
     """Yield every tensor that a checkpoint of this spec holds, with its shape."""
-    for fused in all_parameters(spec):
-        yield from fused.shapes
+    yield from Holding.of(spec).parts()
 
 
 def _stored(spec: DecoderSpec, plan: Mapping[str, Fused], layer: int) -> dict[str, Fused]:

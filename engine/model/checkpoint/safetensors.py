@@ -68,8 +68,8 @@ class SafetensorsFolder:
     Close it, or leave its `with` block, when the weights are loaded. Several threads may read tensors at a time.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Open `model.safetensors`, or the shards that `model.safetensors.index.json` lists.
+    def __init__(self, folder: str | os.PathLike[str], single: str = SINGLE_FILE) -> None:
+        """Open the file `single`, or the shards that `model.safetensors.index.json` lists.
 
         Raises:
             ModelRejected: There are no such files, a shard is missing, or a header or the index is damaged or hostile.
@@ -80,8 +80,8 @@ class SafetensorsFolder:
         self._where: dict[str, tuple[BinaryIO, str]] = {}
         self._entries: dict[str, TensorEntry] = {}
         try:
-            if (self.path / SINGLE_FILE).exists():
-                self._add(SINGLE_FILE)
+            if (self.path / single).exists():
+                self._add(single)
             else:
                 self._add_shards()
         except OSError as error:

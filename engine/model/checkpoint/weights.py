@@ -33,6 +33,7 @@ __all__ = [
     "DecoderWeights",
     "LayerWeights",
     "Layers",
+    "Maker",
     "PerLayerWeights",
     "Source",
     "SublayerWeights",
@@ -41,6 +42,7 @@ __all__ = [
     "open_files",
     "open_inventory",
     "open_weights",
+    "sublayer_weights",
 ]
 
 Source: TypeAlias = str | os.PathLike[str] | GgufFile | Inventory | Literal["random"]
@@ -119,7 +121,7 @@ class DecoderWeights:
         return self.embedding.parts["values"]
 
 
-class _Maker(Protocol):
+class Maker(Protocol):
     """Protocol that makes one parameter: as a tensor, or in the format in which it is stored."""
 
     quantize_head: bool
@@ -134,7 +136,7 @@ class _Maker(Protocol):
 class _UnreadLayers:
     """Reads a layer each time it is asked for, in whichever thread asks."""
 
-    def __init__(self, spec: DecoderSpec, maker: _Maker) -> None:
+    def __init__(self, spec: DecoderSpec, maker: Maker) -> None:
         self._spec, self._maker = spec, maker
 
     def __getitem__(self, layer: int, /) -> LayerWeights:
@@ -145,7 +147,7 @@ class _UnreadLayers:
 
 
 def _assemble(
-    spec: DecoderSpec, maker: _Maker, layers: Layers | None = None, *, keep_embedding: bool = False
+    spec: DecoderSpec, maker: Maker, layers: Layers | None = None, *, keep_embedding: bool = False
 ) -> DecoderWeights:
     """Make all parameters, except those of `layers` where they are given."""
     top = top_plan(spec)
@@ -163,7 +165,7 @@ def _assemble(
     return replace(made, per_layer=_per_layer(spec, maker, keep_embedding=keep_embedding))
 
 
-def _per_layer(spec: DecoderSpec, maker: _Maker, *, keep_embedding: bool) -> PerLayerWeights | None:
+def _per_layer(spec: DecoderSpec, maker: Maker, *, keep_embedding: bool) -> PerLayerWeights | None:
     """Make what belongs to embeddings of each layer; nothing of it is ever quantised here."""
     plan = per_layer_plan(spec)
     if not plan:
@@ -172,7 +174,7 @@ def _per_layer(spec: DecoderSpec, maker: _Maker, *, keep_embedding: bool) -> Per
     return PerLayerWeights(table, maker.table(plan["product_XE"]), maker.dense(plan["norm_P"]))
 
 
-def _head(spec: DecoderSpec, maker: _Maker, top: Mapping[str, Fused], embedding: Stored) -> Stored:
+def _head(spec: DecoderSpec, maker: Maker, top: Mapping[str, Fused], embedding: Stored) -> Stored:
     """Return the output head: the embedding itself where they are tied, but for a head that is quantised."""
     own = top.get("head")
     if maker.quantize_head and spec.has_head:
@@ -180,19 +182,20 @@ def _head(spec: DecoderSpec, maker: _Maker, top: Mapping[str, Fused], embedding:
     return embedding if own is None else maker.table(own)
 
 
-def _layer(spec: DecoderSpec, maker: _Maker, layer: int) -> LayerWeights:
+def _layer(spec: DecoderSpec, maker: Maker, layer: int) -> LayerWeights:
     mixer, feed = layer_plan(spec, layer)
-    return LayerWeights(_sublayer(mixer, maker), _sublayer(feed, maker))
+    return LayerWeights(sublayer_weights(mixer, maker), sublayer_weights(feed, maker))
 
 
-def _sublayer(plan: Mapping[str, Fused], maker: _Maker) -> SublayerWeights:
+def sublayer_weights(plan: Mapping[str, Fused], maker: Maker) -> SublayerWeights:
+    """Make the parameters of a mixer or a feed."""
     dense = {name: fused for name, fused in plan.items() if fused.columns is None or fused.in_float32}
     vectors = {name: maker.dense(fused) for name, fused in dense.items()}
     matrices = {name: _matrix(fused, maker) for name, fused in plan.items() if name not in dense}
     return SublayerWeights(matrices, vectors)
 
 
-def _matrix(fused: Fused, maker: _Maker) -> Stored:
+def _matrix(fused: Fused, maker: Maker) -> Stored:
     return Stored.from_dense(maker.dense(fused)) if fused.is_split else maker.weight(fused)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.cpu.heads import CpuDraftHead, DraftAsk
 from headrace.engine.model.drafting.ngram import Drafter
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.engine.scheduling.result import NoToken, StepResult
@@ -37,9 +38,10 @@ class Verified(NamedTuple):
 class CpuDrafts:
     """Rows that speculate, and their drafts."""
 
-    def __init__(self, capacity: Capacity, drafter: Drafter) -> None:
+    def __init__(self, capacity: Capacity, drafter: Drafter | CpuDraftHead) -> None:
         """Start without rows; `drafter` guesses for those to come."""
-        self._drafter = drafter
+        self.drafter = drafter
+        """Guesses by a row's tokens, or from what the model has computed of them."""
         self._lengths = [0] * capacity.max_rows
         """Number of tokens of each row that speculates, with those that it has just chosen; 0 for other rows."""
 
@@ -60,17 +62,27 @@ class CpuDrafts:
         """
         works = list(plan.each_work())
         drafted = [0] * len(works)
-        for index, row in enumerate(plan.rows):
+        rows = [(index, row) for index, row in enumerate(plan.rows) if self._lengths[row]]
+        most = [plan.drafts[index] if plan.drafts and goes_on(row) else 0 for index, row in rows]
+        asked = [
+            DraftAsk(works[index], self._lengths[row], each) for (index, row), each in zip(rows, most, strict=True)
+        ]
+        for (index, row), drafts in zip(rows, self._guess(asked, tokens_RN), strict=True):
             length = self._lengths[row]
-            if not length:
-                continue
-            drafts: list[int] = []
-            if plan.drafts and plan.drafts[index] and goes_on(row):
-                drafts = self._drafter.draft(tokens_RN[row, :length], plan.drafts[index])
-                tokens_RN[row, length : length + len(drafts)] = drafts
+            tokens_RN[row, length : length + len(drafts)] = drafts
             works[index] = works[index]._replace(start=length - 1, num_tokens=1 + len(drafts))
             drafted[index] = len(drafts)
         return works, drafted
+
+    def _guess(self, asked: Sequence[DraftAsk], tokens_RN: NDArray[np.int64]) -> list[list[int]]:
+        """Return drafts for each of some rows, in order."""
+        if isinstance(self.drafter, CpuDraftHead):
+            return self.drafter.drafts(asked)
+        found = []
+        for ask in asked:
+            known = tokens_RN[ask.work.row, : ask.length]
+            found.append(self.drafter.draft(known, ask.most) if ask.most else [])
+        return found
 
     def reach(self, row: int, length: int) -> None:
         """Take note that `row` has `length` tokens, the one just chosen included."""

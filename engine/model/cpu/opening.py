@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -14,8 +15,11 @@ from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weights import Source, open_inventory, open_weights
 from headrace.engine.model.cpu.adapters import CpuBank
-from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner, cpu_ops
-from headrace.engine.model.cpu.sizing import cpu_dtype, cpu_limits, cpu_sizes, runs_native
+from headrace.engine.model.cpu.head_opening import head_source
+from headrace.engine.model.cpu.heads import LoadHead
+from headrace.engine.model.cpu.operations import cpu_ops
+from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner
+from headrace.engine.model.cpu.sizing import CpuSizes, cpu_dtype, cpu_limits, cpu_sizes, runs_native
 from headrace.engine.model.drafting.ngram import NgramDrafter
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.foreign import ForeignModel
@@ -26,6 +30,7 @@ from headrace.engine.model.shared.memory import return_freed_memory
 from headrace.engine.model.shared.torch_threads import default_threads
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity
+from headrace.engine.speculation import Ngram
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context
@@ -48,10 +53,17 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignMo
     threads = config.cpu_threads or default_threads()
     context = Context(threads) if runs_native(spec) else None
     ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype, context=context)
+    head, load_head, head_bytes = head_source(config, spec, source), None, 0
+    if head is not None:
+        head_ops = head.ops(ops, max_positions=limits.context, dtype=dtype, context=context)
+        load_head = head.loader(head_ops, dtype=dtype, keep_packed=config.dtype == "auto")
+        head_bytes = head.page_bytes(head_ops)
     with ExitStack() as files:
         if not isinstance(source, ForeignModel) and source != "random":
             source = files.enter_context(open_inventory(source, spec))  # once, for the sizes and for the weights
-        return _open(config, spec, source, ops, threads)
+        sizes = cpu_sizes(config, spec, source, ops)
+        sizes = replace(sizes, page_bytes=sizes.page_bytes + head_bytes)
+        return _open(config, spec, source, ops, sizes, threads, load_head)
 
 
 def _open(
@@ -59,9 +71,10 @@ def _open(
     spec: DecoderSpec,
     source: Source | ForeignModel,
     ops: dict[MixerSpec, CpuOps],
+    sizes: CpuSizes,
     threads: int,
+    load_head: LoadHead | None,
 ) -> Device:
-    sizes = cpu_sizes(config, spec, source, ops)
     dtype, capacity = sizes.dtype, sizes.capacity()
     kv_bytes = capacity.num_pages * sizes.page_bytes
     activations = torch.float32 if _is_native(ops) else dtype
@@ -71,7 +84,7 @@ def _open(
         adapters = adapter_device(config, spec, bank, dtype=torch.float32, granule_bytes=_GRANULE_BYTES)
     failure = ""
     try:
-        runner = _make_runner(config, spec, source, ops, capacity, dtype, bank, threads)
+        runner = _make_runner(config, spec, source, ops, capacity, dtype, bank, threads, load_head)
     except MemoryError as error:
         failure = str(error)
         traceback.clear_frames(error.__traceback__)  # the frames hold what was loaded so far
@@ -99,13 +112,14 @@ def _make_runner(
     dtype: torch.dtype,
     bank: CpuBank | None,
     threads: int,
+    load_head: LoadHead | None,
 ) -> CpuRunner:
     if isinstance(source, ForeignModel):
         load = _foreign_loader(source, ops, dtype)
     else:
         load = _loader(config, spec, source, ops, dtype, threads)
-    drafter = None if config.speculation is None else NgramDrafter(config.speculation.longest)
-    return CpuRunner(load, ops, capacity, threads, bank, drafter)
+    drafter = NgramDrafter(config.speculation.longest) if isinstance(config.speculation, Ngram) else None
+    return CpuRunner(load, ops, capacity, threads, bank, drafter, load_head)
 
 
 def _foreign_loader(model: ForeignModel, ops: dict[MixerSpec, CpuOps], dtype: torch.dtype) -> Callable[[], CpuDecoder]:

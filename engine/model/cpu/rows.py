@@ -35,6 +35,8 @@ class StepBatch:
 
     tokens_N: Tensor
     """Token ids, int64."""
+    rows_N: NDArray[np.int64]
+    """Row of each token."""
     paged: PagedBatch
     samplers: list[int]
     """Indices of the plan's works that sample, in order."""
@@ -136,7 +138,7 @@ class CpuRows:
         last_S = torch.tensor(last, dtype=torch.int64)
         users = self._users(rows, positions)
         adapted_samplers = self._users(rows[last], positions[last]) if users and last else []
-        return StepBatch(tokens_N, paged, samplers, last_S, choosing, prompts, pooled, users, adapted_samplers)
+        return StepBatch(tokens_N, rows, paged, samplers, last_S, choosing, prompts, pooled, users, adapted_samplers)
 
     def row_users(self, row: int, count: int) -> list[AdapterUsers]:
         """Return the adapter uses of `count` tokens of one row."""
@@ -157,6 +159,10 @@ class CpuRows:
     def known(self, work: Work) -> NDArray[np.int64]:
         """Return the tokens of a work's row up to the work's end."""
         return self._tokens[work.row, : work.start + work.num_tokens]
+
+    def following(self, rows_N: NDArray[np.int64], positions_N: Tensor) -> Tensor:
+        """Return the token behind each of some positions, int64; 0 if there is none yet."""
+        return torch.from_numpy(self._tokens[rows_N, positions_N.numpy() + 1])
 
     def append(self, works: Sequence[Work], tokens: Sequence[int]) -> None:
         """Store the tokens just sampled behind `works`, for the next step to read."""

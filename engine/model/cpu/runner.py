@@ -6,181 +6,39 @@ step can be launched before this one is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Final, TypeAlias, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headrace.adapters.untrusted import refuse
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.drafts import CpuDrafts, Verified, verify, with_verified
+from headrace.engine.model.cpu.heads import LoadHead, last_places
+from headrace.engine.model.cpu.operations import kv_layout
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
 from headrace.engine.model.drafting.ngram import Drafter
-from headrace.engine.model.latent import has_latents, uniform_latents
+from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.model.network.foreign import Network
-from headrace.engine.model.network.rotation import growth_table, rotation_table
 from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.shared.results import step_result
-from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, Paged, SinkAttention, SoftcappedAttention
+from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan, Work
 from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cpu.block import CpuOps
-from headrace.ops.cpu.kv import CpuKv, KvLayout, PageShape
-from headrace.ops.cpu.latents import LatentPages, NativeLatentOps, TorchLatentOps
+from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import ALIKE_ROWS, CpuLinear
 from headrace.ops.cpu.lora import AdapterUsers, CpuAdapterOps
-from headrace.ops.cpu.native.block import NativeOps
-from headrace.ops.cpu.native.library import Context
-from headrace.ops.cpu.products import PRODUCTS, CpuKernel
-from headrace.ops.cpu.scores import Weigh
 from headrace.ops.cpu.step import CpuStep
 
-__all__ = ["CpuDecoder", "CpuRunner", "Variants", "cpu_ops", "kv_layout"]
+__all__ = ["CpuDecoder", "CpuRunner"]
 
 CpuDecoder: TypeAlias = Network[CpuLinear, CpuStep, CpuKv]
-
-Variants: TypeAlias = Mapping[str, Callable[[Attention], Weigh]]
-"""For each `Attention.scores` beside softmax, a function that returns how the scores of an attention become weights."""
-
-
-def _softcapped(attention: Attention) -> Weigh:
-    """Return the function by which bounded scores become weights."""
-    assert isinstance(attention, SoftcappedAttention)
-    cap = attention.cap
-
-    def weigh(scores: Tensor, bias: Tensor, scale: float) -> Tensor:
-        capped = (scores.float() * (scale / cap)).tanh_().mul_(cap)
-        return torch.softmax(capped.add_(bias), -1).to(scores.dtype)
-
-    return weigh
-
-
-_VARIANTS: Variants = MappingProxyType({SoftcappedAttention.scores: _softcapped})
-
-
-_OWN_SCORES: Final = (Attention.scores, SinkAttention.scores)
-"""Scores that `CpuOps` weighs by itself."""
-
-
-class _Sizes(TypedDict):
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    eps: float
-    cos: Tensor
-    sin: Tensor
-    window: int | None
-    scale: float | None
-    early: tuple[Tensor, Tensor] | None
-    growth_P: Tensor | None
-    only_queries: bool
-
-
-def cpu_ops(
-    spec: DecoderSpec,
-    *,
-    page_size: int,
-    max_positions: int,
-    dtype: torch.dtype,
-    variants: Variants = _VARIANTS,
-    products: Sequence[CpuKernel] = PRODUCTS,
-    context: Context | None = None,
-) -> dict[MixerSpec, CpuOps]:
-    """Return the operations of each kind of mixer that `spec` has.
-
-    Args:
-        spec: A model whose layers all attend to keys and values, or all to latent vectors.
-        page_size: Tokens of a page.
-        max_positions: Number of positions for which rotations are made.
-        dtype: Dtype of activations, keys and values.
-        variants: The variants of attention that can be computed beside softmax.
-        products: The kernels for products by weights, in order of preference.
-        context: Threads and memory of the operations in C, which are used if it is given. They know no variants of
-            attention, have kernels of their own, and activations in float32.
-
-    Raises:
-        ModelRejected: The layers differ in what the norms need alike, one does not attend, or an attention is of no
-            variant in `variants`.
-    """
-
-    def table(attention: Attention, rope: int) -> tuple[Tensor, Tensor]:
-        return rotation_table(spec.ropes[rope], attention, max_positions, torch.device("cpu"))
-
-    if has_latents(spec):
-        return _latent_ops(spec, page_size, max_positions, dtype, products, context)
-    found: dict[MixerSpec, CpuOps] = {}
-    for attention in _attentions(spec):
-        variant = variants.get(attention.scores)
-        if variant is None and attention.scores not in _OWN_SCORES:
-            known = ", ".join((*_OWN_SCORES, *variants))
-            refuse(spec.architecture, "the scores of a layer's attention", attention.scores, known)
-        cos, sin = table(attention, attention.rope)
-        sizes: _Sizes = {
-            "heads": attention.heads,
-            "kv_heads": attention.kv_heads,
-            "head_dim": attention.head_dim,
-            "page_size": page_size,
-            "eps": spec.uniform_epsilon,
-            "cos": cos,
-            "sin": sin,
-            "window": attention.window,
-            "scale": attention.scale,
-            "early": None if attention.early_rope is None else table(attention, attention.early_rope),
-            "growth_P": growth_table(attention, max_positions, torch.device("cpu")),
-            "only_queries": attention.state.source is not None,
-        }
-        if context is not None:
-            found[attention] = NativeOps(context, **sizes, dtype=dtype)
-        else:
-            weigh = None if variant is None else variant(attention)
-            has_sinks = isinstance(attention, SinkAttention)
-            found[attention] = CpuOps(**sizes, dtype=dtype, weigh=weigh, has_sinks=has_sinks, products=products)
-    return found
-
-
-def _attentions(spec: DecoderSpec) -> Iterator[Attention]:
-    for mixer in spec.mixer_kinds:
-        if not isinstance(mixer, Attention):
-            refuse(spec.architecture, "the mixer of a layer", mixer, "attention")
-        yield mixer
-
-
-def kv_layout(spec: DecoderSpec, ops: Mapping[MixerSpec, CpuOps]) -> KvLayout:
-    """Return where the layers of a model keep keys and values, by the operations of each kind of mixer."""
-    found = list[PageShape | int]()
-    for layer in spec.layers:
-        source = layer.mixer.state.source if isinstance(layer.mixer.state, Paged) else None
-        found.append(ops[layer.mixer].page_shape if source is None else source)
-    return KvLayout.of(found)
-
-
-def _latent_ops(
-    spec: DecoderSpec,
-    page_size: int,
-    max_positions: int,
-    dtype: torch.dtype,
-    products: Sequence[CpuKernel],
-    context: Context | None,
-) -> dict[MixerSpec, CpuOps]:
-    """Do what `cpu_ops` does, for a model with latent vectors in the cache."""
-    mixer = uniform_latents(spec)
-    cos_PC, sin_PC = rotation_table(spec.ropes[mixer.rope], mixer.rotated, max_positions, torch.device("cpu"))
-    pages = LatentPages(
-        heads=mixer.heads, latent_dim=mixer.latent_dim, rotated_dim=mixer.rotated_dim, page_size=page_size,
-        scale=mixer.scale, cos_PC=cos_PC, sin_PC=sin_PC, dtype=dtype, interleaved=mixer.interleaved,
-    )  # fmt: skip
-    eps = spec.uniform_epsilon
-    if context is not None:
-        return {mixer: NativeLatentOps(context, pages, eps=eps, dtype=dtype)}
-    return {mixer: TorchLatentOps(pages, eps=eps, dtype=dtype, products=products)}
 
 
 class CpuRunner:
@@ -196,6 +54,7 @@ class CpuRunner:
         threads: int,
         bank: CpuBank | None = None,
         drafter: Drafter | None = None,
+        load_head: LoadHead | None = None,
     ) -> None:
         """Load the model, allocate the paged cache and start the thread.
 
@@ -205,7 +64,8 @@ class CpuRunner:
             capacity: Pages, rows and tokens.
             threads: Number of threads that one operation uses.
             bank: The adapters that rows may use; None without adapters.
-            drafter: Guesses tokens for rows that speculate; None where no row does.
+            drafter: Guesses tokens for rows that speculate, by their tokens alone; None where none does.
+            load_head: Reads the draft head that guesses tokens for rows that speculate; None where none does.
         """
         decoder = load()
         self._load: Callable[[], CpuDecoder] | None = load
@@ -214,7 +74,10 @@ class CpuRunner:
         self._any = next(iter(ops.values()))  # what does not depend on the kind of a layer is asked of one
         self._kv = CpuKv.allocate(kv_layout(decoder.spec, ops), capacity.num_pages, self._any.dtype)
         self._rows = CpuRows(capacity, bank)
-        self._drafts = None if drafter is None else CpuDrafts(capacity, drafter)
+        self._load_head = load_head
+        self._head = None if load_head is None else load_head(decoder, self._rows, capacity.num_pages)
+        guesses = drafter if self._head is None else self._head
+        self._drafts = None if guesses is None else CpuDrafts(capacity, guesses)
         self._hosts: tuple[HostPool, ...] = ()
         self._thread = PlanThread(self._carry_out, name="headrace-cpu", threads=threads)
 
@@ -230,13 +93,17 @@ class CpuRunner:
     def resize(self, num_pages: int) -> None:
         """Make room for `num_pages` pages; until that is done, the present ones hold their memory, too."""
         self._kv = self._kv.resized(num_pages)
+        if self._head is not None:
+            self._head.resize(num_pages)
         return_freed_memory()
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Release the memory of the pages, and that of the weights unless `keep_weights`."""
         self._kv = self._kv.resized(1)
+        if self._head is not None:
+            self._head.resize(1)
         if not keep_weights:
-            self._decoder = None
+            self._decoder = self._head = None
         return_freed_memory()
 
     def wake(self, num_pages: int) -> None:
@@ -244,6 +111,10 @@ class CpuRunner:
         if self._decoder is None:
             assert self._load is not None
             self._decoder = self._load()
+        if self._head is not None:
+            self._head.resize(num_pages)
+        elif self._load_head is not None and self._drafts is not None:
+            self._head = self._drafts.drafter = self._load_head(self._decoder, self._rows, num_pages)
         self._kv = self._kv.resized(num_pages)
 
     def open_host_pool(self, places: int) -> float:
@@ -252,6 +123,8 @@ class CpuRunner:
         for pool in pools:
             hosts.append(HostPool(pool, places, pinned=False, promised=sum(each.nbytes for each in hosts)))
         self._hosts = tuple(hosts)
+        if self._head is not None:
+            self._head.open_host_pool(places, promised=sum(each.nbytes for each in hosts))
         each = zip(hosts, pools, strict=True)
         return sum(host.measure(pool, self._kv.num_pages, lambda: None) for host, pool in each)
 
@@ -261,7 +134,7 @@ class CpuRunner:
         self._rows.options.close()
         for ops in self._ops.values():
             ops.close()
-        self._decoder = self._load = None
+        self._decoder = self._load = self._head = self._drafts = self._load_head = None
         self._hosts = ()
         del self._kv, self._ops, self._any
         return_freed_memory()
@@ -287,7 +160,7 @@ class CpuRunner:
             last_S = torch.cat((last_S, prompt_places(batch.prompts)))
         if batch.pooled:
             last_S = torch.cat((last_S, torch.tensor([place for span in batch.pooled for place in span.places])))
-        hidden_SE = decoder.hidden(self._padded(batch), steps, self._kv, last_S, self._adapted(batch.users))
+        hidden_SE, states = self._hidden(decoder, batch, steps, last_S)
         reports: dict[int, Report] = {}
         choices: dict[int, Choice] = {}
         forced: dict[int, Sequence[int]] = {}
@@ -315,6 +188,9 @@ class CpuRunner:
                 place += 1 + drafted[index]
             reports = {batch.samplers[place]: report for place, report in found.items()}
             forced = {batch.samplers[place]: rest for place, rest in runs.items()}
+        if self._head is not None and states is not None:
+            runs_of = {index: verified[index].tokens if verified else [tokens[index]] for index in batch.samplers}
+            self._head.take_up(batch, states, last_places(batch, works, drafted, runs_of))
         if not (reports or choices or forced or batch.prompts or batch.pooled or verified):
             return step_result(tokens)
         first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
@@ -334,10 +210,24 @@ class CpuRunner:
         """Take in what a plan changes before its works."""
         for host, pool in zip(self._hosts, self._kv.pools, strict=False):
             host.spill(pool, plan.spills)
+        if self._head is not None:
+            self._head.spill(plan)
+            self._head.update(plan)
         self._rows.update(plan)
         self._kv.copy_pages(plan.copies)
         for host, pool in zip(self._hosts, self._kv.pools, strict=False):
             host.fetch(pool, plan.fetches)
+
+    def _hidden(
+        self, decoder: CpuDecoder, batch: StepBatch, steps: Mapping[MixerSpec, CpuStep], last_S: Tensor
+    ) -> tuple[Tensor, HiddenStates | None]:
+        """Return the hidden states of the tokens `last_S`, and those of all tokens that a draft head reads, if any."""
+        tokens_N, adapted = self._padded(batch), self._adapted(batch.users)
+        if self._head is None:
+            return decoder.hidden(tokens_N, steps, self._kv, last_S, adapted), None
+        assert isinstance(decoder, Decoder)  # no other model has a head
+        states = decoder.hidden_states(tokens_N, steps, self._kv, self._head.inputs, adapted)
+        return states.final_NE[last_S], states
 
     def _placed(self, plan: StepPlan) -> tuple[Sequence[Work], Sequence[int]]:
         """Return the works of a plan that has been applied, where they truly are, and how many drafts each has."""

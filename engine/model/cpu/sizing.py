@@ -12,7 +12,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.checkpoint.weights import Source, describe_weights
 from headrace.engine.model.cpu.kept import kept_parts
-from headrace.engine.model.cpu.runner import cpu_ops, kv_layout
+from headrace.engine.model.cpu.operations import cpu_ops, kv_layout
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.device import Limits, fit

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from headrace.engine.errors import ModelRejected
+from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.cpu.rows import CpuRows
-from headrace.engine.model.cpu.runner import cpu_ops
 from headrace.engine.model.cpu.sizing import runs_native
 from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.fallback.network import FallbackDecoder

@@ -8,7 +8,7 @@ feeds/dense.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Generic, NamedTuple
 
 import torch
@@ -29,7 +29,16 @@ from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.ops.formats import Dense, Stored
 from headrace.ops.stream import Stream
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "HiddenStates"]
+
+
+class HiddenStates(NamedTuple):
+    """Hidden states of a step's tokens, as draft heads read them."""
+
+    final_NE: Tensor
+    """States behind the final norm, in the dtype of products."""
+    inputs: tuple[Tensor, ...] = ()
+    """Inputs of the layers asked for, the residual stream before any norm, [N, E] each in the dtype of products."""
 
 
 class _Made(NamedTuple, Generic[Packed, Step, Kv]):
@@ -126,25 +135,85 @@ class Decoder(Generic[Packed, Step, Kv]):
         Returns:
             Hidden states after the final norm: [S, E], or [N, E] without `last_S`.
         """
+        here = self._here(steps, adapted)
+        stream, own_NLP = self._begun(tokens_N, here[0])
+        stream = self._run(stream, range(len(self._layers)), here, kv, own_NLP)
+        if last_S is not None:
+            stream = stream.rows(last_S)
+        return self._final_norm(here[0][0], stream)[0]
+
+    def hidden_states(
+        self,
+        tokens_N: Tensor,
+        steps: Mapping[MixerSpec, Step],
+        kv: Kv,
+        inputs: Sequence[int] = (),
+        adapted: Mapping[MixerSpec, BlockOps[Packed, Step, Kv]] | None = None,
+    ) -> HiddenStates:
+        """Do what `hidden` does for all tokens, and keep the inputs of some layers, too.
+
+        Args:
+            tokens_N: Token ids, int32 or int64.
+            steps: By mixer, the tokens' places in the cache, as the device's operations take them.
+            kv: The paged cache.
+            inputs: Numbers of the layers whose inputs are wanted, in rising order; the number of layers stands for the
+                output of the last one, before the final norm.
+            adapted: By mixer, the operations with adapters; None where no token uses one.
+        """
+        here = self._here(steps, adapted)
+        first, done = here[0][0], 0
+        stream, own_NLP = self._begun(tokens_N, here[0])
+        kept = []
+        for layer in inputs:
+            stream = self._run(stream, range(done, layer), here, kv, own_NLP, is_cut=True)
+            summed_NE, total_NE = first.summed(stream)
+            kept.append(summed_NE.clone())  # the stream goes on in the same memory
+            stream, done = Stream(total_NE), layer
+        stream = self._run(stream, range(done, len(self._layers)), here, kv, own_NLP)
+        return HiddenStates(self._final_norm(first, stream)[0], tuple(kept))
+
+    def embedded(self, tokens_N: Tensor) -> Tensor:
+        """Return the rows of the table of embeddings, [N, E], of token ids, int32 or int64."""
+        return self._embedding_VE[tokens_N]
+
+    def _here(
+        self, steps: Mapping[MixerSpec, Step], adapted: Mapping[MixerSpec, BlockOps[Packed, Step, Kv]] | None
+    ) -> list[tuple[BlockOps[Packed, Step, Kv], Step]]:
+        """Return operations and places for each of the different mixers."""
         by_mixer = self._ops if adapted is None else adapted
-        here = [(by_mixer[mixer], steps[mixer]) for mixer in self._kinds]
-        first, first_step = here[0]
-        x_NE = first.embed(self._embedding_VE[tokens_N], tokens_N)
+        return [(by_mixer[mixer], steps[mixer]) for mixer in self._kinds]
+
+    def _begun(self, tokens_N: Tensor, first: tuple[BlockOps[Packed, Step, Kv], Step]) -> tuple[Stream, Tensor | None]:
+        """Return the input of the first layer, and each layer's own embeddings [N, layers, P] in a model with such."""
+        ops, step = first
+        x_NE = ops.embed(self._embedding_VE[tokens_N], tokens_N)
         x_NE = _times(self.spec.embedding_scale, x_NE)
         if self._positions is not None:  # of virtual tokens, too; padding behind the step's tokens has none
             table, rows_PE, positions_of = self._positions
-            places_N = positions_of(first_step) + table.offset
+            places_N = positions_of(step) + table.offset
             x_NE[: len(places_N)] += rows_PE[places_N]
-        own_NLP = None if self._per_layer is None else self._per_layer(first, tokens_N, x_NE)
-        stream = Stream(x_NE)
-        for number, (kind, (run, tail), next_norm_E) in enumerate(self._layers):
+        own_NLP = None if self._per_layer is None else self._per_layer(ops, tokens_N, x_NE)
+        return Stream(x_NE), own_NLP
+
+    def _run(
+        self,
+        stream: Stream,
+        layers: range,
+        here: Sequence[tuple[BlockOps[Packed, Step, Kv], Step]],
+        kv: Kv,
+        own_NLP: Tensor | None,
+        *,
+        is_cut: bool = False,
+    ) -> Stream:
+        """Run the layers with these numbers; `is_cut` leaves the whole sum behind them, for whoever reads it next."""
+        for number in layers:
+            kind, (run, tail), next_norm_E = self._layers[number]
             ops, step = here[kind]
-            stream = run(ops, stream, next_norm_E, step, kv)
+            last = is_cut and number == layers[-1]
+            stream = run(ops, stream, None if last else next_norm_E, step, kv)
             if tail is not None:
                 stream = tail(ops, stream, None if own_NLP is None else own_NLP[:, number])
-        if last_S is not None:
-            stream = stream.rows(last_S)
-        return self._final_norm(first, stream)[0]
+        return stream
 
     def logits(
         self, hidden_SE: Tensor, adapted: Mapping[MixerSpec, BlockOps[Packed, Step, Kv]] | None = None

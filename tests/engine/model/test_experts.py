@@ -31,7 +31,7 @@ from headrace.engine.life.build import open_engine
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import describe_weights, load_weights, open_weights
 from headrace.engine.model.cpu.adapters import CpuBank
-from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.experts import ROUTER, gate_up_of, is_of_expert, routing_of
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.decoder import Decoder

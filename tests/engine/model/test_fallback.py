@@ -19,7 +19,7 @@ from transformers.models.olmo import modeling_olmo
 
 from headrace.engine import Engine, EngineConfig, InvalidParams, ModelRejected, ResponseFormat, SamplingParams
 from headrace.engine.inspection.inspect import inspect_model
-from headrace.engine.model.cpu.runner import cpu_ops
+from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.cpu.trial import try_fallback
 from headrace.engine.model.fallback.choice import check_native, fallback_for
 from headrace.engine.model.fallback.model import FallbackModel

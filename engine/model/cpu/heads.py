@@ -1,0 +1,223 @@
+"""`CpuDraftHead`: a trained draft head on a CPU: it takes up what the target computes, and drafts for rows when asked.
+
+Owns the head's pages, which have the numbers of the target's pages: what a row of the block table names holds the keys
+and values of the target's layers there, and those of the head here. Never verifies a draft. Next to read:
+../drafting/heads/recurrent.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from headrace.engine.model.cpu.rows import CpuRows, StepBatch
+from headrace.engine.model.drafting.heads.loading import MedusaWeights, load_head
+from headrace.engine.model.drafting.heads.medusa import MedusaHeads
+from headrace.engine.model.drafting.heads.reading import HeadFiles
+from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
+from headrace.engine.model.drafting.heads.spec import MedusaSpec, RecurrentSpec
+from headrace.engine.model.network.decoder import Decoder, HiddenStates
+from headrace.engine.model.network.foreign import Network
+from headrace.engine.model.shared.host_pool import HostPool
+from headrace.engine.model.spec import MixerSpec
+from headrace.engine.scheduling.plan import StepPlan, Work
+from headrace.ops.cpu.block import CpuOps
+from headrace.ops.cpu.kv import CpuKv
+from headrace.ops.cpu.linear import CpuLinear
+from headrace.ops.cpu.step import CpuStep
+
+__all__ = ["CpuDraftHead", "DraftAsk", "LoadHead", "last_places"]
+
+_LAYERS: Final = 1
+"""Number of layers of a recurrent head."""
+_Target: TypeAlias = Decoder[CpuLinear, CpuStep, CpuKv]
+
+
+class DraftAsk(NamedTuple):
+    """A wish for drafts behind the tokens of one row."""
+
+    work: Work
+    """A work of the row, whatever its place."""
+    length: int
+    """Number of tokens of the row, the one just chosen included."""
+    most: int
+    """Largest number of drafts; there are pages for all of them."""
+
+
+class _Known(NamedTuple):
+    length: int
+    """Number of tokens of a row when its state was computed."""
+    state_E: Tensor
+    """State of the row's last position whose following token is known."""
+
+
+class CpuDraftHead:
+    """A draft head with its pages, and what it knows of each row."""
+
+    def __init__(
+        self,
+        found: HeadFiles,
+        target: _Target,
+        ops: Mapping[MixerSpec, CpuOps],
+        rows: CpuRows,
+        *,
+        pages: int,
+        dtype: torch.dtype,
+        keep_packed: bool = False,
+    ) -> None:
+        """Load a head.
+
+        Args:
+            found: The open checkpoint of the head.
+            target: The model that it drafts for.
+            ops: Operations of the head's layer; of a head without one, those of the target.
+            rows: The row table.
+            pages: Number of pages of the cache.
+            dtype: Dtype of activations, keys and values.
+            keep_packed: Whether weights of products stay in the formats in which the checkpoint stores them.
+
+        Raises:
+            ModelRejected: A tensor is not finite, a file has changed, or nothing computes the head's layer.
+        """
+        cpu = torch.device("cpu")
+        weights = load_head(found, target.spec, dtype=dtype, device=cpu, keep_packed=keep_packed)
+        self.spec = found.spec
+        self._rows, self._ops = rows, ops
+        self._known: dict[int, _Known] = {}
+        self._host: HostPool | None = None
+        self.kv: CpuKv | None = None
+        """The head's pages; None if the head keeps nothing of a row's tokens."""
+        self._medusa: MedusaHeads[CpuLinear, CpuStep, CpuKv] | None = None
+        self._recurrent: RecurrentHead[CpuLinear, CpuStep, CpuKv] | None = None
+        if isinstance(weights, MedusaWeights):
+            assert isinstance(self.spec, MedusaSpec)
+            self._medusa = MedusaHeads(self.spec, weights, next(iter(ops.values())))
+            return
+        assert isinstance(self.spec, RecurrentSpec)
+        self._recurrent = RecurrentHead(self.spec, weights, self._ops, target)
+        self.kv = next(iter(self._ops.values())).allocate_kv(_LAYERS, pages)
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs the head reads."""
+        return self.spec.taps
+
+    @property
+    def _pages(self) -> Tensor:
+        """The head's pages, all in one pool, since its layers are of one kind."""
+        assert self.kv is not None
+        (pool,) = self.kv.pools
+        return pool
+
+    def resize(self, pages: int) -> None:
+        """Make room for another number of pages."""
+        if self.kv is not None:
+            self.kv = self.kv.resized(pages)
+
+    def open_host_pool(self, places: int, *, promised: int) -> None:
+        """Make room for `places` pages in host memory, of which others will use `promised` bytes."""
+        if self.kv is not None:
+            self._host = HostPool(self._pages, places, pinned=False, promised=promised)
+
+    def spill(self, plan: StepPlan) -> None:
+        """Copy pages to host memory, before the plan's step writes to others."""
+        if self.kv is not None and self._host is not None and plan.spills:
+            self._host.spill(self._pages, plan.spills)
+
+    def update(self, plan: StepPlan) -> None:
+        """Apply the plan's new rows, of which nothing is known, and its copies of pages."""
+        for new in plan.new_rows:
+            self._known.pop(new.row, None)
+        if self.kv is None:
+            return
+        self.kv.copy_pages(plan.copies)
+        if plan.fetches and self._host is not None:
+            self._host.fetch(self._pages, plan.fetches)
+
+    def take_up(self, batch: StepBatch, hidden: HiddenStates, last: Mapping[int, tuple[int, int]]) -> None:
+        """Compute the head's states of a step's positions, once the tokens behind them are known.
+
+        Args:
+            batch: The step. Its last positions may be drafts that were refused: what is written for them is not read.
+            hidden: What the target has computed, with the inputs of the layers that `inputs` names.
+            last: For each row that goes on, the index among the step's tokens of its last position whose following
+                token was chosen, and the number of tokens of the row with that one.
+        """
+        if self._recurrent is not None:
+            assert self.kv is not None
+            count = len(batch.tokens_N)  # the target may have computed padding behind them
+            hidden = HiddenStates(hidden.final_NE[:count], tuple(each_NE[:count] for each_NE in hidden.inputs))
+            following_N = self._rows.following(batch.rows_N, batch.paged.positions_N)
+            steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
+            states_NE = self._recurrent.advance(following_N, self._recurrent.fused(hidden), steps, self.kv)
+        else:
+            states_NE = hidden.final_NE
+        states_RE = states_NE[torch.tensor([place for place, _ in last.values()], dtype=torch.int64)]
+        for (row, (_, length)), state_E in zip(last.items(), states_RE.unbind(), strict=True):
+            self._known[row] = _Known(length, state_E)
+
+    def drafts(self, asked: Sequence[DraftAsk]) -> list[list[int]]:
+        """Return drafts for each of some rows, in order; none for a row of which no state is known."""
+        found: list[list[int]] = [[] for _ in asked]
+        going = [at for at, ask in enumerate(asked) if ask.most > 0 and self._knows(ask)]
+        going.sort(key=lambda at: asked[at].length)  # the order of the decodes of a step
+        if not going:
+            return found
+        states_RE = torch.stack([self._known[asked[at].work.row].state_E for at in going])
+        if self._medusa is not None:
+            most = min(max(asked[at].most for at in going), self.spec.most_drafts)
+            for at, drafts in zip(going, self._medusa.drafts(states_RE, most).tolist(), strict=True):
+                found[at] = drafts[: asked[at].most]
+            return found
+        assert self._recurrent is not None
+        ids_R = self._recurrent.best(states_RE)
+        for count in range(1, self.spec.most_drafts + 1):
+            for at, token in zip(going, ids_R.tolist(), strict=True):
+                found[at].append(token)
+            kept = [place for place, at in enumerate(going) if asked[at].most > count]
+            if not kept or count == self.spec.most_drafts:
+                break
+            going = [going[place] for place in kept]
+            states_RE = self._further([asked[at] for at in going], count, ids_R[kept], states_RE[kept])
+            ids_R = self._recurrent.best(states_RE)
+        return found
+
+    def _knows(self, ask: DraftAsk) -> bool:
+        known = self._known.get(ask.work.row)
+        return known is not None and known.length == ask.length
+
+    def _further(self, asked: Sequence[DraftAsk], count: int, tokens_R: Tensor, states_RE: Tensor) -> Tensor:
+        """Return the states of positions that the target has not computed, from drafts."""
+        assert self._recurrent is not None and self.kv is not None
+        works = [ask.work._replace(start=ask.length - 2 + count, num_tokens=1, samples=False) for ask in asked]
+        paged = self._rows.batch(works).paged
+        steps = {mixer: ops.prepare(paged) for mixer, ops in self._ops.items()}
+        return self._recurrent.advance(tokens_R, states_RE, steps, self.kv)
+
+
+LoadHead: TypeAlias = Callable[[Network[CpuLinear, CpuStep, CpuKv], CpuRows, int], CpuDraftHead]
+"""Function that reads a draft head, from its target, the row table and the number of pages."""
+
+
+def last_places(
+    batch: StepBatch, works: Sequence[Work], drafted: Sequence[int], runs: Mapping[int, Sequence[int]]
+) -> dict[int, tuple[int, int]]:
+    """Return, for each row that chose tokens, what `CpuDraftHead.take_up` wants of its last one.
+
+    Args:
+        batch: A step.
+        works: The works of the plan.
+        drafted: Number of drafts of each work.
+        runs: The tokens that each sampling work chose, by its index; the last may be a code in place of an id.
+    """
+    found, first = {}, 0
+    for index in batch.samplers:
+        work, run = works[index], runs[index]
+        if run[-1] >= 0:
+            length = work.start + work.num_tokens - drafted[index] + len(run)
+            found[work.row] = int(batch.last_S[first + len(run) - 1]), length
+        first += 1 + drafted[index]
+    return found

@@ -1,0 +1,150 @@
+"""`RecurrentHead`: drafts one token after another, each from a token and the state before it.
+
+A token t_{p+1}, embedded as e, and the target's hidden state of the token before it make the head's state g of position
+p, whose best token is the draft for position p + 2. For the next draft, g takes the place of the target's state.
+
+    EAGLE     g = layer(W [e; h] + b),  whose attention has no norm before it; scores head(g)
+    MTP       g = norm(layer(W [norm(e); norm(h)])),  scores head(g)
+    EAGLE-3   g = f + feed(f),  f = h' + attention([norm(e); norm(h')]),  h' = W [h_1; h_2; h_3],  scores head(norm(g))
+
+h is the state behind the target's final norm, h_i are inputs of three of its layers, and h' of a position that the
+target has not computed is the head's own state. Li et al. (2024), "EAGLE", and "EAGLE-2" for the same head; Li et al.
+(2025), "EAGLE-3", section 3.1; DeepSeek-AI (2024), "DeepSeek-V3", equations 21 to 23. Keys and values of position p
+lie in the place of position p of the head's own pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Generic, Protocol
+
+import torch
+from torch import Tensor
+
+from headrace.engine.model.checkpoint.weights import LayerWeights
+from headrace.engine.model.drafting.heads.loading import RecurrentWeights
+from headrace.engine.model.drafting.heads.spec import RecurrentSpec
+from headrace.engine.model.network.decoder import HiddenStates
+from headrace.engine.model.network.layers import FEEDS, MIXERS, Feed, Mixer
+from headrace.engine.model.network.operations import DeviceOps, Kv, Packed, Step
+from headrace.engine.model.network.serial import SerialLayer
+from headrace.engine.model.spec import MixerSpec
+from headrace.ops.stream import Stream
+
+__all__ = ["RecurrentHead", "Target"]
+
+
+class Target(Protocol):
+    """Protocol of what a head borrows from the model that it drafts for."""
+
+    def embedded(self, tokens_N: Tensor) -> Tensor:
+        """Return the rows of the table of embeddings, [N, E], of token ids, int32 or int64."""
+        ...
+
+    def logits(self, hidden_SE: Tensor) -> Tensor:
+        """Return float32 logits [S, V] of hidden states behind the final norm."""
+        ...
+
+
+class RecurrentHead(Generic[Packed, Step, Kv]):
+    """A head of EAGLE, EAGLE-2 or EAGLE-3, or a module for multi-token prediction."""
+
+    def __init__(
+        self,
+        spec: RecurrentSpec,
+        weights: RecurrentWeights,
+        ops: Mapping[MixerSpec, DeviceOps[Packed, Step, Kv]],
+        target: Target,
+    ) -> None:
+        """Pack `weights` in the form that the device wants; the caller may drop them afterwards.
+
+        Args:
+            spec: The shape of the head.
+            weights: Its parameters.
+            ops: The device's operations, by each of the different mixers of `spec.block`.
+            target: The model that the head drafts for.
+        """
+        self.spec = spec
+        self._mixer = spec.block.layers[0].mixer
+        self._ops = ops[self._mixer]
+        self._vectors, self._target = weights.vectors, target
+        self._fuse = self._ops.pack(weights.fuse, weights.vectors.get("fuse_bias"))
+        self._first, self._feed = self._packed(weights.layers[0])
+        self._embedding = weights.embedding
+        self._head = None if weights.head is None else self._ops.pack_head(weights.head)
+        self._ids_D = weights.ids_D
+
+    def _packed(self, weights: LayerWeights) -> tuple[Mixer[Packed, Step, Kv], Feed[Packed, Step, Kv]]:
+        layer = self.spec.block.layers[0]
+        mixer = MIXERS[type(layer.mixer)](layer, weights.mixer, self._ops, 0)
+        return mixer, FEEDS[type(layer.feed)](layer, weights.feed, self._ops, 0)
+
+    def fused(self, hidden: HiddenStates) -> Tensor:
+        """Return what takes the place of a state where the target has computed one, [N, E].
+
+        Args:
+            hidden: Hidden states of the target, with the inputs of the layers that `RecurrentSpec.taps` names.
+        """
+        if not self.spec.taps:
+            return hidden.final_NE
+        inputs = list(hidden.inputs)
+        if self.spec.norms_each:
+            weights = (self._vectors[f"tap_norm_{number}"] for number in range(len(inputs)))
+            inputs = [self._normed(x_NE, norm_E) for x_NE, norm_E in zip(inputs, weights, strict=True)]
+        x_NX = torch.cat(inputs, 1)
+        if self.spec.norms_fused:
+            x_NX = self._normed(x_NX, self._vectors["fused_norm"])
+        return self._ops.linear(x_NX, self._fuse, 0, "fuse")
+
+    def advance(self, tokens_N: Tensor, states_NE: Tensor, steps: Mapping[MixerSpec, Step], kv: Kv) -> Tensor:
+        """Compute the states of some positions, and write their keys and values into `kv`.
+
+        Args:
+            tokens_N: Token behind each of the positions, int32 or int64.
+            states_NE: What `fused` returns of a position, or the state of the position before it; left as it is.
+            steps: By mixer, the positions' places in the head's pages, as the device's operations take them.
+            kv: The head's pages.
+
+        Returns:
+            States [N, E], for `best` and for the next position.
+        """
+        step, ops = steps[self._mixer], self._ops
+        e_NE = ops.embed(self._embedded(tokens_N), tokens_N)
+        if self.spec.method == "eagle3":
+            stream = self._beside(e_NE, states_NE, step, kv)
+        else:
+            if self.spec.method == "mtp":
+                e_NE = self._normed(e_NE, self._vectors["token_norm"])
+                states_NE = self._normed(states_NE, self._vectors["state_norm"])
+            x_N2E = torch.cat((e_NE.to(states_NE.dtype), states_NE), 1)
+            x_NE = ops.linear(x_N2E, self._fuse, 0, "fuse")
+            stream = SerialLayer(self._first, self._feed)(ops, Stream(x_NE), None, step, kv)
+        if self.spec.feeds_back_normed:
+            return ops.normed(stream, self._vectors["final_norm"])[0]
+        return ops.summed(stream)[0]
+
+    def best(self, states_SE: Tensor) -> Tensor:
+        """Return the best token behind each of some states, as an id of the target, int64 [S]."""
+        if self.spec.method == "eagle3" and not self.spec.feeds_back_normed:
+            states_SE = self._normed(states_SE, self._vectors["final_norm"])
+        logits_SV = self._target.logits(states_SE) if self._head is None else self._ops.logits(states_SE, self._head)
+        ids_S = logits_SV.argmax(1)
+        return ids_S if self._ids_D is None else self._ids_D[ids_S]
+
+    def _beside(self, e_NE: Tensor, states_NE: Tensor, step: Step, kv: Kv) -> Stream:
+        """Return the output of a layer whose attention reads token and state side by side."""
+        ops = self._ops
+        normed_NE = self._normed(states_NE, self._vectors["state_norm"])
+        token_NE = self._normed(e_NE, self._vectors["token_norm"])
+        attended_NE = self._first.result(ops, torch.cat((token_NE, normed_NE), 1), step, kv)
+        residual_NE = normed_NE if self.spec.norm_before_residual else states_NE.clone()
+        total_NE = ops.summed(Stream(residual_NE))[1]
+        return self._feed(ops, Stream(attended_NE, total_NE), None)
+
+    def _normed(self, x_NE: Tensor, norm_E: Tensor) -> Tensor:
+        return self._ops.normed(Stream(x_NE), norm_E)[0]
+
+    def _embedded(self, tokens_N: Tensor) -> Tensor:
+        if self._embedding is None:
+            return self._target.embedded(tokens_N)
+        return self._embedding.rows(tokens_N, torch.float32)

@@ -1,0 +1,378 @@
+"""Engines that draft by trained heads: the same answers as without, drafts by the definition, and errors at opening."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from draft_driver import states_of
+from draft_heads import SIZE, Eagle3Head, EagleHead, Head, MedusaHead, MtpHead
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from tiny_models import chat_folder
+
+from headrace.engine import Completion, Engine, InvalidParams, ModelRejected, SamplingParams
+from headrace.engine.model.cpu.drafts import CpuDrafts
+from headrace.engine.model.cpu.heads import DraftAsk
+from headrace.engine.model.drafting.ngram import NgramDrafter
+from headrace.engine.scheduling.speculation.depth import DepthRule
+from headrace.engine.speculation import Eagle, Medusa, Mtp, Speculation
+from headrace.ops.cpu.native.library import library
+
+native = pytest.mark.skipif(library() is None, reason="no C compiler, or a processor without AVX2")
+
+TOKENS = 257
+PROMPTS = [
+    "one two three one two three one two",
+    "the cat sat on the mat and the cat sat on the",
+    "a",
+    "x y x y x y x y x y x y x y x y x y",
+    "the cat sat on the mat and looked",
+]
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 5, "top_k": 8, "logprobs": 2},
+    {"temperature": 0.7, "seed": 7, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "stop_token_ids": list(range(100, 110))},
+    {"temperature": 1.0, "seed": 12, "n": 2},
+    {"temperature": 1.0, "seed": 13, "speculate": False},
+    {"temperature": 1.0, "seed": 11, "response_format": {"type": "json_object"}, "max_tokens": 12},
+]
+WAYS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "far ahead": {"launch_ahead": 5, "page_size": 4},
+    "short of pages": {"kv_memory": "36KiB", "page_size": 4, "max_rows": 6, "max_batched_tokens": 24},
+    "swapped": {"kv_memory": "36KiB", "page_size": 4, "swap_memory": "1MiB", "prefix_cache": False},
+}
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"device": "cpu", "cpu_threads": 1, "kv_memory": "1MiB", "dtype": "float32", "seed": 3} | more
+
+
+def fit(head: Head) -> Head:
+    """The head for a target of two layers and more tokens."""
+    head.config["vocab_size"] = TOKENS
+    head.tensors.pop("embed_tokens.weight", None)
+    if isinstance(head, Eagle3Head):
+        head.taps = (0, 1, 2)
+        head.config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+        ids = head.tensors["d2t"] + torch.arange(head.vocabulary)
+        head.tensors["t2d"] = torch.zeros(TOKENS, dtype=torch.bool).index_fill(0, ids, True)
+    if isinstance(head, MedusaHead):
+        for number in range(head.heads):
+            head.tensors[f"{number}.1.weight"] = torch.randn(TOKENS, SIZE) * 0.3
+    return head
+
+
+HEADS: dict[str, tuple[Callable[[], Head], type[Eagle | Medusa]]] = {
+    "EAGLE": (EagleHead, Eagle),
+    "EAGLE-3": (Eagle3Head, Eagle),
+    "Medusa": (MedusaHead, Medusa),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_folder(tmp_path_factory.mktemp("target"))
+
+
+async def ask_all(engine: Engine, asked: Sequence[dict[str, Any]] = ASKED) -> list[Completion]:
+    found: dict[int, Completion] = {}
+
+    async def one(index: int) -> None:
+        params = SamplingParams(**({"max_tokens": 24} | asked[index]))
+        found[index] = await engine.generate(PROMPTS[index % len(PROMPTS)], params)
+
+    async with anyio.create_task_group() as group:
+        for index in range(len(asked)):
+            group.start_soon(one, index)
+    return [found[index] for index in range(len(asked))]
+
+
+def told(answers: Sequence[Completion]) -> list[Any]:
+    return [(answer.choices, answer.usage.completion_tokens) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> list[Any]:
+    """What an engine without speculation answers."""
+
+    async def run() -> list[Any]:
+        async with Engine(model, **options()) as engine:
+            return told(await ask_all(engine))
+
+    return anyio.run(run)
+
+
+def always_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DepthRule, "choose", lambda self, rows, context: self._most)
+
+
+@native
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_change_no_answer(
+    name: str, way: str, model: Path, alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_deep(monkeypatch)
+    torch.manual_seed(3)
+    make, method = HEADS[name]
+    speculation = method(fit(make()).write(tmp_path / "head"), k=3)
+
+    async def run() -> None:
+        async with Engine(model, speculation=speculation, **options(**WAYS[way])) as engine:
+            assert told(await ask_all(engine)) == alone
+            assert told(await ask_all(engine)) == alone  # behind prefix hits
+            counts = engine.stats()
+            assert counts.drafted_tokens > 100
+            if "kv_memory" in WAYS[way]:
+                assert counts.preemptions > 0
+            if "swap_memory" in WAYS[way]:
+                assert counts.swaps > 0
+
+    anyio.run(run)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DraftAsk, list[int]]]:
+    """What engines ask for from now on, and the drafts that they get."""
+    found: list[tuple[DraftAsk, list[int]]] = []
+    guess = CpuDrafts._guess
+
+    def spied(self: CpuDrafts, asked: Sequence[DraftAsk], tokens_RN: NDArray[Any]) -> list[list[int]]:
+        drafts = guess(self, asked, tokens_RN)
+        for ask, each in zip(asked, drafts, strict=True):
+            if ask.most:
+                found.append((ask, each))
+        return drafts
+
+    monkeypatch.setattr(CpuDrafts, "_guess", spied)
+    return found
+
+
+@native
+@pytest.mark.parametrize("swapped", [False, True], ids=["roomy", "swapped"])
+@pytest.mark.parametrize("name", HEADS)
+def test_an_engine_drafts_what_the_definition_says(
+    name: str, swapped: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    always_deep(monkeypatch)
+    drafts = recorded(monkeypatch)
+    torch.manual_seed(3)
+    make, method = HEADS[name]
+    head = fit(make())
+    speculation = method(head.write(tmp_path / "head"), k=3)
+    more: dict[str, Any] = {"prefix_cache": False, "page_size": 4, "launch_ahead": 3}
+    if swapped:
+        more |= {"kv_memory": "36KiB", "swap_memory": "1MiB", "max_batched_tokens": 24}
+
+    async def run() -> None:
+        async with Engine(model, speculation=speculation, **options(**more)) as engine:
+            await ask_all(engine, ASKED[:4])
+            assert not swapped or engine.stats().swaps > 0
+
+    anyio.run(run)
+    reference = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    filled = [(ask.work.request.tokens[: ask.length], each) for ask, each in drafts if each]
+    assert len(filled) > 50 and len(filled) >= 0.9 * len(drafts)
+    for tokens, each in filled[::3]:
+        assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each)), tokens
+
+
+def gemma4_folder(folder: Path) -> Path:
+    """Gemma 4 with pages of two shapes, layers that read the pages of others, and embeddings of each layer."""
+    import transformers
+
+    chat_folder(folder)
+    torch.manual_seed(5)
+    sizes: dict[str, Any] = {
+        "vocab_size": TOKENS, "vocab_size_per_layer_input": TOKENS, "hidden_size": SIZE, "intermediate_size": 48,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "global_head_dim": 16, "max_position_embeddings": 2048, "sliding_window": 20, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 16,
+        "bos_token_id": None, "eos_token_id": 256, "pad_token_id": None,
+    }  # fmt: skip
+    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**sizes))
+    for name, parameter in model.named_parameters():
+        if "norm" not in name and "scal" not in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@native
+@pytest.mark.parametrize("swapped", [False, True], ids=["roomy", "swapped"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_a_model_with_several_pools_of_pages(
+    name: str, swapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    always_deep(monkeypatch)
+    drafts = recorded(monkeypatch)
+    folder = gemma4_folder(tmp_path / "model")
+    torch.manual_seed(3)
+    make, method = HEADS[name]
+    head = fit(make())
+    speculation = method(head.write(tmp_path / "head"), k=3)
+    more: dict[str, Any] = {"prefix_cache": False, "page_size": 4, "launch_ahead": 3}
+    if swapped:
+        more |= {"kv_memory": "56KiB", "swap_memory": "1MiB", "max_batched_tokens": 24}
+
+    async def run(**also: Any) -> list[Any]:
+        async with Engine(folder, **options(**more), **also) as engine:
+            answers = told(await ask_all(engine, ASKED[:4] * 2))
+            assert not swapped or not also or engine.stats().swaps > 0
+            return answers
+
+    assert anyio.run(lambda: run(speculation=speculation)) == anyio.run(run)
+    reference = transformers.Gemma4ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    filled = [(ask.work.request.tokens[: ask.length], each) for ask, each in drafts if each]
+    assert len(filled) > 50 and len(filled) >= 0.9 * len(drafts)
+    for tokens, each in filled[::3]:
+        assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each)), tokens
+
+
+def chained_folder(folder: Path, family: str = "Llama") -> Path:
+    """A model whose next token depends on the latest one alone: its layers add nothing."""
+    import transformers
+
+    chat_folder(folder)
+    torch.manual_seed(9)
+    sizes: dict[str, Any] = {
+        "vocab_size": TOKENS, "hidden_size": SIZE, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
+        "eos_token_id": 256, "tie_word_embeddings": False,
+    }  # fmt: skip
+    if family == "Glm4Moe":
+        sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+                  "topk_group": 1, "first_k_dense_replace": 0, "head_dim": 8, "pad_token_id": None}  # fmt: skip
+    config, kind = (getattr(transformers, f"{family}{end}") for end in ("Config", "ForCausalLM"))
+    made = kind(config(**sizes))
+    for name, parameter in made.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            torch.nn.init.zeros_(parameter)
+    made.save_pretrained(folder)
+    return folder
+
+
+def one_row(model: Path, speculation: Speculation, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
+    """Drafted and accepted tokens, and all tokens of an answer."""
+    always_deep(monkeypatch)
+
+    async def run() -> tuple[int, int, int]:
+        async with Engine(model, speculation=speculation, **options()) as engine:
+            answer = await engine.generate("go", SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+            counts = engine.stats()
+            return counts.drafted_tokens, counts.accepted_tokens, answer.usage.completion_tokens
+
+    return anyio.run(run)
+
+
+@native
+def test_a_head_that_knows_the_model_is_always_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = fit(EagleHead(biased=False))
+    for name, tensor in head.tensors.items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor.zero_()
+    head.tensors["fc.weight"] = torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), 1)
+    speculation = Eagle(head.write(tmp_path / "head"), k=4)
+    drafted, accepted, tokens = one_row(chained_folder(tmp_path / "model"), speculation, monkeypatch)
+    assert tokens == 40 and drafted - accepted <= 4 and accepted >= 28  # but for drafts behind the last token
+
+
+@native
+def test_a_module_that_comes_with_the_model_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = chained_folder(tmp_path / "model", "Glm4Moe")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}))
+    MtpHead.add_to(folder, 1, SIZE)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.eh_proj.weight"] = torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), 1)
+    for name in ("enorm", "shared_head.norm"):
+        tensors[f"model.layers.1.{name}.weight"] = torch.ones(SIZE)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    drafted, accepted, tokens = one_row(folder, Mtp(k=2), monkeypatch)
+    assert tokens == 40 and drafted - accepted <= 2 and accepted >= 24
+
+
+@native
+def test_a_head_comes_back_after_sleep(model: Path, alone: list[Any], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    speculation = Eagle(fit(Eagle3Head()).write(tmp_path / "head"))
+
+    async def run() -> None:
+        async with Engine(model, speculation=speculation, **options()) as engine:
+            for level in (1, 2):
+                await engine.sleep(level)
+                await engine.wake()
+                before = engine.stats().drafted_tokens
+                assert told(await ask_all(engine)) == alone
+                assert engine.stats().drafted_tokens > before
+
+    anyio.run(run)
+
+
+async def open_with(model: Path | str, speculation: Any, **more: Any) -> None:
+    async with Engine(model, speculation=speculation, **options(**more)):
+        pass
+
+
+def test_heads_that_do_not_fit_are_refused_at_opening(model: Path, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    medusa = fit(MedusaHead(heads=2)).write(tmp_path / "medusa")
+    eagle = fit(EagleHead()).write(tmp_path / "eagle")
+    other = EagleHead().write(tmp_path / "other")
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (Medusa(medusa, k=3), InvalidParams, r"speculation\.k: medusa drafts at most 2 tokens in a row, got 3"),
+        (Medusa(eagle), InvalidParams, "eagle holds a head for Eagle"),
+        (Eagle(medusa), InvalidParams, "medusa holds a head for Medusa"),
+        (Eagle(other), ModelRejected, r"vocab_size is 96; supported: 257, as in the model"),
+        (Eagle(tmp_path / "nowhere"), ModelRejected, "nowhere: no such folder"),
+        (Mtp(), ModelRejected, r"model\.layers\.2\.eh_proj\.weight .* a module that drafts"),
+    ]
+    for speculation, error, why in cases:
+        with pytest.raises(error, match=why):
+            anyio.run(lambda of=speculation: open_with(model, of))
+    with pytest.raises(InvalidParams, match="only a model folder with weights holds a module that drafts"):
+        anyio.run(lambda: open_with(model, Mtp(), load_format="random"))
+
+
+def test_heads_can_be_named_by_text(model: Path, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    folder = fit(EagleHead()).write(tmp_path / "123")
+    anyio.run(lambda: open_with(model, f"eagle:path={folder},k=2"))
+    for text, why in (("eagle", "speculation.path: must be the path"), ("medusa:path=", "speculation.path"),
+                      ("mtp:k=17", "speculation.k: must be an int from 1 to 16")):  # fmt: skip
+        with pytest.raises(InvalidParams, match=why):
+            anyio.run(lambda of=text: open_with(model, of))
+
+
+def test_ngrams_read_what_lies_behind_a_prefix_hit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    draft = NgramDrafter.draft
+
+    def spied(self: NgramDrafter, tokens_N: NDArray[Any], most: int) -> list[int]:
+        seen.append(tokens_N.tolist())
+        return draft(self, tokens_N, most)
+
+    monkeypatch.setattr(NgramDrafter, "draft", spied)
+    always_deep(monkeypatch)
+
+    async def run() -> None:
+        async with Engine(model, speculation="ngram", max_rows=1, page_size=4, **options()) as engine:
+            for prompt in (PROMPTS[0], PROMPTS[3] * 2, PROMPTS[0]):  # the row holds another prompt in between
+                seen.clear()
+                answer = await engine.generate(prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+                known = answer.prompt_token_ids + answer.choices[0].token_ids
+                assert seen and all(tokens == known[: len(tokens)] for tokens in seen)
+            assert answer.usage.cached_tokens > 0
+
+    anyio.run(run)
