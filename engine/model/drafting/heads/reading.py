@@ -84,6 +84,7 @@ def open_mtp(folder: Path, target: DecoderSpec) -> Iterator[HeadFiles]:
 
 def _checked(files: SafetensorsFolder, spec: HeadSpec) -> HeadFiles:
     inventory = Inventory(files, Holding(spec.names, spec.all_parameters()))
+    inventory.check_numbers()
     return HeadFiles(spec, inventory, read_map(files, spec) if isinstance(spec, RecurrentSpec) else None)
 
 

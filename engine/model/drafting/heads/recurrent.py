@@ -70,6 +70,7 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
         self._vectors, self._target = weights.vectors, target
         self._fuse = self._ops.pack(weights.fuse, weights.vectors.get("fuse_bias"))
         self._first, self._feed = self._packed(weights.layers[0])
+        self._layer = SerialLayer(self._first, self._feed, self._ops, 0)
         self._embedding = weights.embedding
         self._head = None if weights.head is None else self._ops.pack_head(weights.head)
         self._ids_D = weights.ids_D
@@ -118,7 +119,7 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
                 states_NE = self._normed(states_NE, self._vectors["state_norm"])
             x_N2E = torch.cat((e_NE.to(states_NE.dtype), states_NE), 1)
             x_NE = ops.linear(x_N2E, self._fuse, 0, "fuse")
-            stream = SerialLayer(self._first, self._feed)(ops, Stream(x_NE), None, step, kv)
+            stream = self._layer(ops, Stream(x_NE), None, step, kv)
         if self.spec.feeds_back_normed:
             return ops.normed(stream, self._vectors["final_norm"])[0]
         return ops.summed(stream)[0]
