@@ -30,11 +30,10 @@ from headrace.ops.formats import Stored
 from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from headrace.ops.cpu.latents import CpuLatents
     from headrace.ops.cpu.native.experts import NativeExperts
     from headrace.ops.experts import Experts
     from headrace.ops.latents import LatentWeights
@@ -243,7 +242,7 @@ class CpuOps:
         """Return the RMS norm of latent vectors."""
         return rms_norm(x_NC.contiguous(), weight_C, torch.tensor(epsilon)).to(x_NC.dtype)
 
-    def pack_latents(self, weights: LatentWeights, layer: int) -> CpuLatents:
+    def pack_latents(self, weights: LatentWeights, layer: int) -> Callable[[Tensor, Tensor, CpuStep, CpuKv], Tensor]:
         """Raise `NotImplementedError`: latents.py has the operations of models with latent vectors."""
         raise NotImplementedError(f"pages of keys and values hold no latent vectors of layer {layer}")
 

@@ -148,7 +148,9 @@ class CpuLatents:
     def _each(self, x_NHI: Tensor, packed: list[CpuLinear], site: str) -> list[Tensor]:
         """Return the product of each head with its own weight."""
         heads_HNI = x_NHI.transpose(0, 1).contiguous()
-        return [self._ops.linear(x_NI, weight, self._layer, site) for x_NI, weight in zip(heads_HNI, packed, strict=True)]
+        return [
+            self._ops.linear(x_NI, weight, self._layer, site) for x_NI, weight in zip(heads_HNI, packed, strict=True)
+        ]
 
 
 class TorchLatentOps(CpuOps):

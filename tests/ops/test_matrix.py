@@ -422,6 +422,42 @@ def mixtures(arch: str, chip: Chip, *, everything: bool) -> Iterator[tuple[str, 
             yield f"{name}, experts of {rows}", mixed, chip, rows
 
 
+def latent(heads: int, latent_dim: int) -> Callable[[Chip, int], None]:
+    """The call that attends to latent vectors, as a layer of a decode and of a prefill does."""
+    from headrace.ops.cuda.attention.registry import DecodeRoom
+    from headrace.ops.cuda.hazards import Chain
+    from headrace.ops.cuda.latents.attend import attend_prefill
+    from headrace.ops.cuda.latents.kernels import LatentDecodes
+    from headrace.ops.cuda.latents.packed import CudaLatents
+    from headrace.ops.cuda.latents.running import prefill_tiling
+    from headrace.ops.cuda.latents.shape import LatentShape
+    from headrace.ops.latents import LatentWeights
+
+    shape = LatentShape(heads=heads, latent_dim=latent_dim, rotated_dim=64, scale=0.1)
+    up = Stored.from_dense(empty(heads * 256, latent_dim))
+    weights = LatentWeights(up, heads, 128, empty(latent_dim), 1e-6)
+
+    def call(chip: Chip, rows: int) -> None:
+        table = empty(POSITIONS, 64, dtype=torch.float32)
+        attention = CudaLatents(weights, 0, shape, table, Chain(), paired=True, pdl=chip.pdl)
+        kv = empty(1, PAGES, 16, shape.head_dim)
+        room = DecodeRoom(chip.arch, torch.device("meta"), most_rows=rows, pdl=chip.pdl)
+        step = LatentDecodes().open(shape, chip.inputs(rows), room)
+        attention(empty(rows, heads, 192), empty(rows, shape.head_dim), step, kv)
+        q, out, tiling = empty(rows, heads, shape.head_dim), empty(rows, heads, latent_dim), prefill_tiling(chip.arch)
+        attend_prefill(q, kv[0], words(3, 4), words(64), out, shape, tiling, pdl=chip.pdl)
+
+    return call
+
+
+def latents(chip: Chip, *, everything: bool) -> Iterator[tuple[str, Any, Chip, int]]:
+    """The attentions to latent vectors that are compiled, as `cases` returns them."""
+    sizes = [(16, 512), (20, 512), (128, 512), (4, 96)] if everything else [(16, 512), (128, 512)]
+    for heads, latent_dim in sizes:
+        for rows in (1, 64, 512) if everything else (1,):
+            yield f"{heads} heads, latent vectors of {latent_dim}, {rows} rows", latent(heads, latent_dim), chip, rows
+
+
 def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip, int], None], Chip, int]]:
     """What is compiled: its name, the call, and the arguments of that."""
     from headrace.ops.cuda.codes.kinds import E4M3, Kind
@@ -436,6 +472,7 @@ def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip,
             yield f"{layout.name}, products of {rows}", coded, chip, rows
     yield from mixtures(arch, floats, everything=everything)
     yield from attentions(arch, floats, everything=everything)
+    yield from latents(floats, everything=everything)
     for name in MODELS if everything else (USUAL,):
         model = MODELS[name]
         chip = Chip(arch, model)
@@ -470,6 +507,12 @@ def test_kernels_of_triton_compile_and_fit(arch: str, tmp_path: Path) -> None:
     assert kernels >= {"_unpack_kernel", "_coded_vector_kernel", "_coded_tiles_kernel"}
     assert kernels >= {"_expert_tiles_kernel", "_coded_expert_tiles_kernel", "_expert_up_kernel", "_expert_down_kernel"}
     assert kernels >= {"_split_decode_kernel", "_grouped_attention_kernel"}
+    assert kernels >= {
+        "_store_latents_kernel",
+        "_latent_decode_kernel",
+        "_latent_merge_kernel",
+        "_latent_prefill_kernel",
+    }
     assert "_to_codes_kernel" in kernels or not chip.arch.has("wgmma")
     assert len(kernels) >= (30 if EVERYTHING or arch in ALL_KERNELS else 5), kernels
 
