@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +24,18 @@ def rotated(x: Tensor, at: SimpleNamespace) -> Tensor:
 
 def store_latents(at: SimpleNamespace) -> None:
     size = at.LATENT + 2 * at.HALF
-    demand(at.out.is_contiguous() and at.out.shape == (len(at.given), at.HEADS, size), "queries of another shape")
+    demand(at.out.stride() == (at.out_stride, at.out_head_stride, 1), "rotated queries elsewhere")
+    demand(at.out.shape == at.given.shape == (len(at.given), at.HEADS, 2 * at.HALF), "queries of another shape")
     demand(at.given.stride()[:2] == (at.given_stride, at.head_stride) and at.given.stride(2) == 1, "parts elsewhere")
     demand(at.latents.stride() == (at.latent_stride, 1) and at.latents.shape[1] == size, "vectors elsewhere")
     demand(at.kv.shape[1:] == (at.PAGE, size) and at.kv[0].is_contiguous(), "pages of another shape")
-    at.out[:, :, at.LATENT :] = rotated(at.given, at).to(at.out.dtype)
+    at.out.copy_(rotated(at.given, at))
     c = normed(at.latents[:, : at.LATENT].float(), at.norm, at.eps)
     line = torch.cat((c, rotated(at.latents[:, at.LATENT :], at)), 1)
     line = torch.where(line.abs() < LARGEST, line, 0.0).to(at.kv.dtype)
+    if at.LINES:
+        demand(at.lines.is_contiguous() and at.lines.shape == at.latents.shape, "vectors of another shape")
+        at.lines.copy_(line)
     real = at.slots >= 0
     slots = at.slots[real]
     at.kv[slots // at.PAGE, slots % at.PAGE] = line[real]
@@ -98,9 +103,27 @@ def latent_prefill(at: SimpleNamespace) -> None:
         out_NC[lanes] = sums(lanes_ND[lanes], at.kv, mine, tokens, limits, at)[0].to(at.out.dtype)
 
 
+def latent_expanded(at: SimpleNamespace) -> None:
+    demand(at.out.is_contiguous() and at.rotated.is_contiguous(), "queries that lie apart")
+    demand(at.plain.stride() == (at.plain_stride, at.plain_head_stride, 1), "queries elsewhere")
+    demand(at.keys.stride() == (at.key_stride, 1) and at.up.stride() == (at.up_stride, 1), "keys elsewhere")
+    at.out.fill_(float("nan"))
+    for start, first, count in at.jobs.tolist():
+        demand(1 <= count <= at.LANES and start <= first and first + count <= len(at.out), "a job without tokens")
+        seen, own = slice(start, first + count), slice(first, first + count)
+        up = at.up[seen].view(first + count - start, at.HEADS, -1).float()
+        keys, values = up[:, :, : at.PLAIN], up[:, :, at.PLAIN :]
+        scores = torch.einsum("nhp,shp->hns", at.plain[own].float(), keys)
+        scores += torch.einsum("nhr,sr->hns", at.rotated[own].float(), at.keys[seen].float())
+        unseen = torch.arange(start, first + count) > torch.arange(first, first + count)[:, None]
+        weights = (scores * at.scale * math.log(2)).masked_fill(unseen, -torch.inf).softmax(-1)
+        at.out[own] = torch.einsum("hns,shv->nhv", weights, values).to(at.out.dtype)
+
+
 LATENT_KERNELS: dict[str, Any] = {
     "_store_latents_kernel": store_latents,
     "_latent_decode_kernel": latent_decode,
     "_latent_merge_kernel": latent_merge,
     "_latent_prefill_kernel": latent_prefill,
+    "_latent_expanded_kernel": latent_expanded,
 }

@@ -329,6 +329,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_method": "group_limited_greedy",
             "n_shared_experts": 2,
             "topk_group": 3,
+            "routed_scaling_factor": 0.3,
             "rope_parameters": YARN,
         },
     ),

@@ -17,6 +17,7 @@ from interpreted_bfloat16 import teach
 
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.latents.attend import Parts, LatentTiling, attend_decode, attend_prefill
+from headrace.ops.cuda.latents.expand import attend_expanded
 from headrace.ops.cuda.latents.running import LatentDecode, decode_tiling, parts_of
 from headrace.ops.cuda.latents.shape import LatentShape
 from headrace.ops.cuda.latents.store import store_latents
@@ -84,6 +85,28 @@ def check_prefills(shape):
             token += 1
 
 
+def check_whole(heads, plain, rotated, value):
+    # Rows of which each token sees those of its own row up to itself; keys and queries within wider lines.
+    counts, tiling = (37, 1, 18), LatentTiling(16, 32, 4, 2)
+    tokens, jobs, done = sum(counts), [], 0
+    for count in counts:
+        jobs += [(done, done + at, min(16, count - at)) for at in range(0, count, 16)]
+        done += count
+    q = torch.randn(tokens, heads, plain + rotated).bfloat16()
+    up = torch.randn(tokens, heads * (plain + value)).bfloat16()
+    keys = torch.randn(tokens, 9 + rotated).bfloat16()[:, 9:]
+    turned_q, out = q[:, :, plain:].contiguous(), torch.full((tokens, heads, value), torch.nan).bfloat16()
+    jobs_J3 = torch.tensor(jobs, dtype=torch.int32)
+    attend_expanded(q[:, :, :plain], turned_q, up, keys, jobs_J3, out, tiling, scale=0.3)
+    k, v = up.view(tokens, heads, -1).double().split((plain, value), 2)
+    k = torch.cat((k, keys.double()[:, None].expand(-1, heads, -1)), 2)
+    scores = torch.einsum("nhx,shx->hns", q.double(), k) * 0.3
+    row = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    at = torch.arange(tokens)
+    unseen = (row[:, None] != row) | (at > at[:, None])
+    close(out, torch.einsum("hns,shv->nhv", scores.masked_fill(unseen, -torch.inf).softmax(-1), v), ("whole", plain))
+
+
 def turned(x, cos_sin, paired):
     first, second = (x[..., ::2], x[..., 1::2]) if paired else x.chunk(2, -1)
     cos, sin = cos_sin.double().chunk(2, -1)
@@ -98,8 +121,10 @@ def check_storage(shape, paired):
     positions, slots = torch.tensor([3, 0, 9, 1, 2, 8]), torch.tensor([0, 17, -1, 639, 5, 100])
     cos_sin = torch.randn(10, shape.rotated_dim)
     out, kv = torch.full((6, shape.heads, size), 7.0).bfloat16(), torch.zeros(PAGES, shape.page_size, size).bfloat16()
+    lines = torch.full((6, size), torch.nan).bfloat16() if paired else None
     store_latents(
-        queries[:, :, plain:], vectors, norm, cos_sin, positions, slots, out, kv, shape, eps=1e-2, paired=paired
+        queries[:, :, plain:], vectors, norm, cos_sin, positions, slots, out[:, :, rank:], kv, shape, lines, eps=1e-2,
+        paired=paired,
     )
     own = cos_sin[positions]
     close(out[:, :, rank:], turned(queries[:, :, plain:].double(), own[:, None], paired), "rotated queries")
@@ -107,6 +132,7 @@ def check_storage(shape, paired):
     c, line = vectors[:, :rank].double(), kv.view(-1, size)
     normed = c * torch.rsqrt((c * c).mean(1, keepdim=True) + 1e-2) * norm
     real = torch.tensor([0, 1, 3, 5])
+    assert lines is None or lines.isfinite().all() and torch.equal(lines[real], line[slots[real]])
     close(line[slots[real], :rank], normed[real], "latent vectors")
     close(line[slots[real], rank:], turned(vectors[real, rank:].double(), own[real], paired), "keys")
     assert line.isfinite().all() and (line != 0).any(1).sum() <= 5, "a place that no token has"
@@ -133,6 +159,8 @@ for shape in SHAPES:
     for paired in (False, True):
         check_storage(shape, paired)
     print(shape.heads, flush=True)
+for sizes in ((2, 12, 8, 20), (1, 128, 64, 128)):
+    check_whole(*sizes)
 check_shares()
 """
 

@@ -24,7 +24,9 @@ __all__ = ["Parts", "LatentTiling", "attend_decode", "attend_prefill"]
 
 _LOG2_E = 1.4426950408889634
 _CHUNK = 128
-"""Elements of a sum that one program of the merge adds up."""
+"""Most elements of a sum that one program of the merge adds up."""
+_MERGED = 8192
+"""Most elements of parts that it reads."""
 
 
 class LatentTiling(NamedTuple):
@@ -203,7 +205,7 @@ def attend_decode(
         LEAST=parts.least, PDL=pdl, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=pdl,
     )  # fmt: skip
     if parts.splits > 1:
-        chunk = min(_CHUNK, sizes["L"])
+        chunk = min(_CHUNK, _MERGED // parts.splits, sizes["L"])
         _latent_merge_kernel[(rows, shape.heads, triton.cdiv(shape.latent_dim, chunk))](
             lengths_B, parts.sums, parts.scores, out_BHC,
             HEADS=shape.heads, LATENT=shape.latent_dim, CHUNK=chunk, TILE=tiling.tile, SPLITS=parts.splits,

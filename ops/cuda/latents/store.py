@@ -39,10 +39,11 @@ def _rotated(source, mask, at, cos, sin, HALF: tl.constexpr, PAIRED: tl.constexp
 
 @triton.jit
 def _store_latents_kernel(
-    given, latents, norm, cos_sin, positions, slots, out, kv,
-    given_stride, head_stride, latent_stride, page_stride, eps,
+    given, latents, norm, cos_sin, positions, slots, out, kv, lines,
+    given_stride, head_stride, out_stride, out_head_stride, latent_stride, page_stride, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LATENT: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, PAIRED: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    HALF_BLOCK: tl.constexpr, PAIRED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -60,20 +61,27 @@ def _store_latents_kernel(
         head = (group - 1) * GROUP + tl.arange(0, GROUP)[:, None]
         mask = inside & (head < HEADS)
         low, high = _rotated(given + token * given_stride + head * head_stride, mask, at, cos, sin, HALF, PAIRED)
-        target = out + (token * HEADS + head) * (LATENT + 2 * HALF) + LATENT + at
+        target = out + token * out_stride + head * out_head_stride + at
         tl.store(target, low.to(out.dtype.element_ty), mask=mask)
         tl.store(target + HALF, high.to(out.dtype.element_ty), mask=mask)
     else:
+        line = latents + token * latent_stride
+        value = tl.load(line + column, mask=column < LATENT, other=0.0).to(tl.float32)
+        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / LATENT + eps) * weight
+        latent = finite(value).to(kv.dtype.element_ty)
+        first, second = _rotated(line + LATENT, inside, at, cos, sin, HALF, PAIRED)
+        first_key, second_key = finite(first).to(kv.dtype.element_ty), finite(second).to(kv.dtype.element_ty)
+        if LINES:
+            copy = lines + token * (LATENT + 2 * HALF)
+            tl.store(copy + column, latent, mask=column < LATENT)
+            tl.store(copy + LATENT + at, first_key, mask=inside)
+            tl.store(copy + LATENT + HALF + at, second_key, mask=inside)
         slot = tl.load(slots + token)
         if slot >= 0:
-            line = latents + token * latent_stride
-            value = tl.load(line + column, mask=column < LATENT, other=0.0).to(tl.float32)
-            value = value * tl.rsqrt(tl.sum(value * value, axis=0) / LATENT + eps) * weight
-            low, high = _rotated(line + LATENT, inside, at, cos, sin, HALF, PAIRED)
             place = kv + (slot // PAGE) * page_stride + (slot % PAGE) * (LATENT + 2 * HALF)
-            tl.store(place + column, finite(value).to(kv.dtype.element_ty), mask=column < LATENT)
-            tl.store(place + LATENT + at, finite(low).to(kv.dtype.element_ty), mask=inside)
-            tl.store(place + LATENT + HALF + at, finite(high).to(kv.dtype.element_ty), mask=inside)
+            tl.store(place + column, latent, mask=column < LATENT)
+            tl.store(place + LATENT + at, first_key, mask=inside)
+            tl.store(place + LATENT + HALF + at, second_key, mask=inside)
 
 
 def store_latents(
@@ -83,9 +91,10 @@ def store_latents(
     cos_sin_PR: Tensor,
     positions_N: Tensor,
     slots_N: Tensor,
-    queries_NHD: Tensor,
+    out_NHR: Tensor,
     kv_layer: Tensor,
     shape: LatentShape,
+    lines_ND: Tensor | None = None,
     *,
     eps: float,
     paired: bool,
@@ -102,9 +111,10 @@ def store_latents(
         cos_sin_PR: Rotary table, float32: R / 2 cosines of each position, then R / 2 sines.
         positions_N: Position of each token, int32 or int64.
         slots_N: Place of each token in the pages, int64: page * page_size + offset; -1 stores nothing.
-        queries_NHD: Output, contiguous; its last R elements are written, the others stay as they are.
+        out_NHR: Output for what is rotated of the queries; the last dimension is contiguous.
         kv_layer: Pages of the layer, `[pages, T, D]`. Values that are not finite are stored as 0.
         shape: The sizes.
+        lines_ND: Output, contiguous, for the vectors that are stored; None without.
         eps: Epsilon of the norm.
         paired: Whether pairs of elements lie side by side, and not half of R apart.
         pdl: Whether to use programmatic dependent launch.
@@ -112,9 +122,11 @@ def store_latents(
     half = shape.rotated_dim // 2
     group = min(_GROUP, triton.next_power_of_2(shape.heads))
     _store_latents_kernel[(len(latents_ND), 1 + triton.cdiv(shape.heads, group))](
-        rotated_NHR, latents_ND, norm_C, cos_sin_PR, positions_N, slots_N, queries_NHD, kv_layer,
-        rotated_NHR.stride(0), rotated_NHR.stride(1), latents_ND.stride(0), kv_layer.stride(0), eps,
+        rotated_NHR, latents_ND, norm_C, cos_sin_PR, positions_N, slots_N, out_NHR, kv_layer, lines_ND,
+        rotated_NHR.stride(0), rotated_NHR.stride(1), out_NHR.stride(0), out_NHR.stride(1), latents_ND.stride(0),
+        kv_layer.stride(0), eps,
         HEADS=shape.heads, GROUP=group, LATENT=shape.latent_dim, BLOCK=triton.next_power_of_2(shape.latent_dim),
-        HALF=half, HALF_BLOCK=triton.next_power_of_2(half), PAIRED=paired, PAGE=shape.page_size, PDL=pdl,
+        HALF=half, HALF_BLOCK=triton.next_power_of_2(half), PAIRED=paired, PAGE=shape.page_size,
+        LINES=lines_ND is not None, PDL=pdl,
         num_warps=4 if shape.latent_dim > 128 else 1, launch_pdl=pdl,
     )  # fmt: skip
