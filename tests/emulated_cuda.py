@@ -39,6 +39,7 @@ import torch
 from emulated_attention import emulated_decodes, emulated_prefills
 from emulated_experts import EmulatedExperts
 from emulated_kernels import KERNELS, Misuse, attend
+from emulated_latents import LATENT_KERNELS
 from emulated_products import EmulatedProduct
 from numpy.typing import NDArray
 from torch import Tensor
@@ -61,6 +62,7 @@ CHIPS = {
 }
 """By compute capability: a GPU's name, and the most shared memory of one of its blocks."""
 BUILT_ON = ("headrace.ops.cuda", "headrace.engine.model.cuda")
+EVERY_KERNEL = {**KERNELS, **LATENT_KERNELS}
 HERE = threading.local()
 """Of this thread: `streams` entered, and `recorder` of the graph that is being captured."""
 
@@ -415,7 +417,7 @@ class Kernel:
                 raise Misuse(f"{self._name}: launched dependently on a GPU that cannot")
             meta = {name: value for name, value in meta.items() if name in self._signature.parameters}
             at = SimpleNamespace(**self._signature.bind(*values, **meta).arguments)
-            self.gpu.launch(self._name, lambda: KERNELS[self._name](at))
+            self.gpu.launch(self._name, lambda: EVERY_KERNEL[self._name](at))
 
         return launch
 

@@ -19,7 +19,7 @@ from headrace.engine.model.cpu.sizing import FREE_SHARE, CpuSizes, cpu_dtype, cp
 from headrace.engine.model.encoder.opening import describe_encoder, encoder_dtype
 from headrace.engine.model.encoder.spec import EncoderSpec
 from headrace.engine.model.experts import ExpertsFeed
-from headrace.engine.model.latent import has_latents
+from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.device import Limits, fit
 from headrace.engine.model.shared.find_gpu import find_gpu
@@ -206,19 +206,27 @@ def _gpu_capacity(
 
 
 def _gpu_page_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
-    if has_latents(spec) or has_normed_values(spec):  # which no GPU runs yet: what its pages would take
+    if has_latents(spec) or has_normed_values(spec):  # no GPU runs the latter yet: what its pages would take
         return spec.cached_elements * PAGE_SIZE * DTYPE.itemsize
     return spec.num_layers * head_shape(spec.uniform_attention, kv_dtype=kv_dtype(config)).page_bytes
 
 
 def _activation_bytes(spec: DecoderSpec, limits: Limits) -> int:
     """Estimate what the largest step needs: a layer's widest tensors, the logits twice, and workspaces of kernels."""
-    attention = spec.uniform_attention
-    heads = (2 * attention.heads + 2 * attention.kv_heads) * attention.head_dim
     feed = max(map(_feed_elements, (layer.feed for layer in spec.layers))) or _USUAL_FEED * spec.hidden_size
-    of_token = (3 * spec.hidden_size + max(heads, feed)) * DTYPE.itemsize
+    of_token = (3 * spec.hidden_size + max(_head_elements(spec), feed)) * DTYPE.itemsize
     logits = 2 * limits.rows * spec.vocab_size * torch.float32.itemsize
     return limits.batched_tokens * of_token + logits + _WORKSPACE_BYTES
+
+
+def _head_elements(spec: DecoderSpec) -> int:
+    """Return the elements that a token has in a mixer at once."""
+    if has_latents(spec):
+        mixer = uniform_latents(spec)
+        own = mixer.plain_dim + mixer.rotated_dim + mixer.value_dim
+        return mixer.heads * (own + mixer.cached_dim + mixer.latent_dim)
+    attention = spec.uniform_attention
+    return (2 * attention.heads + 2 * attention.kv_heads) * attention.head_dim
 
 
 def _feed_elements(feed: FeedSpec) -> int:

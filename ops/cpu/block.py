@@ -30,12 +30,13 @@ from headrace.ops.formats import Stored
 from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from headrace.ops.cpu.native.experts import NativeExperts
     from headrace.ops.experts import Experts
+    from headrace.ops.latents import LatentWeights
     from headrace.ops.paged import PagedBatch
     from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
 
@@ -237,9 +238,11 @@ class CpuOps:
         """Take the sinks of a layer's heads, float32."""
         self._scores.keep_sinks(layer, sinks_H)
 
-    def attend_to_latents(
-        self, queries_NHD: Tensor, latents_ND: Tensor, step: CpuStep, kv: CpuKv, layer: int
-    ) -> Tensor:
+    def norm_latents(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+        """Return the RMS norm of latent vectors."""
+        return rms_norm(x_NC.contiguous(), weight_C, torch.tensor(epsilon)).to(x_NC.dtype)
+
+    def pack_latents(self, weights: LatentWeights, layer: int) -> Callable[[Tensor, Tensor, CpuStep, CpuKv], Tensor]:
         """Raise `NotImplementedError`: latents.py has the operations of models with latent vectors."""
         raise NotImplementedError(f"pages of keys and values hold no latent vectors of layer {layer}")
 

@@ -17,17 +17,20 @@ from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.kv import CpuKv, PageShape
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.step import CpuStep
+from headrace.ops.formats import Stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from headrace.ops.cpu.linear import CpuLinear
     from headrace.ops.cpu.native.library import Context
     from headrace.ops.cpu.products import CpuKernel
+    from headrace.ops.latents import LatentWeights
     from headrace.ops.paged import PagedBatch
 
-__all__ = ["LatentPages", "NativeLatentOps", "TorchLatentOps"]
+__all__ = ["CpuLatents", "LatentPages", "NativeLatentOps", "TorchLatentOps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,36 @@ class LatentPages:
         return torch.cat((still_NHC, first * cos - second * sin, second * cos + first * sin), 2)
 
 
+class CpuLatents:
+    """Attention of one layer to latent vectors, whose products with W_UK and W_UV are packed head by head."""
+
+    def __init__(self, ops: CpuOps, pages: LatentPages, weights: LatentWeights, layer: int) -> None:
+        """Pack `weights` for products by `ops`; `layer` is the number of the layer."""
+        self._ops, self._pages, self._layer = ops, pages, layer
+        self._plain_dim, self._norm_C, self._epsilon = weights.plain_dim, weights.norm_C, weights.epsilon
+        up_HPC, up_HVC = weights.split()
+        self._keys = [ops.pack(Stored.from_dense(up_PC.T.contiguous()), None) for up_PC in up_HPC]
+        self._values = [ops.pack(Stored.from_dense(up_VC.contiguous()), None) for up_VC in up_HVC]
+
+    def __call__(self, queries_NHX: Tensor, latents_ND: Tensor, step: CpuStep, kv: CpuKv) -> Tensor:
+        """Store the tokens' vectors, attend, and return the values of all heads, [N, H * V]."""
+        plain_NHP, rotated_NHR = queries_NHX.split((self._plain_dim, self._pages.rotated_dim), 2)
+        turned_NHC = torch.stack(self._each(plain_NHP, self._keys, "k"), 1)
+        c_NC, key_NR = latents_ND.split((self._pages.latent_dim, self._pages.rotated_dim), 1)
+        normed_NC = self._ops.norm_latents(c_NC, self._norm_C, self._epsilon)
+        sums_NHC = self._pages.attend(
+            torch.cat((turned_NHC, rotated_NHR), 2), torch.cat((normed_NC, key_NR), 1), step, kv, self._layer
+        )
+        return torch.cat(self._each(sums_NHC, self._values, "v"), 1)
+
+    def _each(self, x_NHI: Tensor, packed: list[CpuLinear], site: str) -> list[Tensor]:
+        """Return the product of each head with its own weight."""
+        heads_HNI = x_NHI.transpose(0, 1).contiguous()
+        return [
+            self._ops.linear(x_NI, weight, self._layer, site) for x_NI, weight in zip(heads_HNI, packed, strict=True)
+        ]
+
+
 class TorchLatentOps(CpuOps):
     """The operations of one step of a model with latent vectors, by torch."""
 
@@ -140,11 +173,9 @@ class TorchLatentOps(CpuOps):
         """Return the values that a step's layers share; raise `ValueError` unless its rows cover its tokens once."""
         return self._pages.prepare(batch)
 
-    def attend_to_latents(
-        self, queries_NHD: Tensor, latents_ND: Tensor, step: CpuStep, kv: CpuKv, layer: int
-    ) -> Tensor:
-        """Rotate, store and attend; return the weighted sums of latent vectors."""
-        return self._pages.attend(queries_NHD, latents_ND, step, kv, layer)
+    def pack_latents(self, weights: LatentWeights, layer: int) -> CpuLatents:
+        """Pack a layer's attention to latent vectors."""
+        return CpuLatents(self, self._pages, weights, layer)
 
 
 class NativeLatentOps(NativeOps):
@@ -169,8 +200,6 @@ class NativeLatentOps(NativeOps):
         self._context.kernels.headrace_step(self._context.handle, 1)
         return step
 
-    def attend_to_latents(
-        self, queries_NHD: Tensor, latents_ND: Tensor, step: CpuStep, kv: CpuKv, layer: int
-    ) -> Tensor:
-        """Rotate, store and attend; return the weighted sums of latent vectors."""
-        return self._pages.attend(queries_NHD, latents_ND, step, kv, layer)
+    def pack_latents(self, weights: LatentWeights, layer: int) -> CpuLatents:
+        """Pack a layer's attention to latent vectors."""
+        return CpuLatents(self, self._pages, weights, layer)

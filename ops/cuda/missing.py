@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.ops.cuda.latents.packed import CudaLatents
+    from headrace.ops.latents import LatentWeights
+
 __all__ = ["Missing"]
 
 
@@ -17,8 +20,10 @@ class Missing:
         """Raise `NotImplementedError`: no kernel norms values."""
         raise NotImplementedError(f"no kernel norms the values of {len(qkv_NX)} tokens")
 
-    def attend_to_latents(
-        self, queries_NHD: Tensor, latents_ND: Tensor, step: object, kv: Tensor, layer: int
-    ) -> NoReturn:
-        """Raise `NotImplementedError`: no kernel attends to latent vectors."""
-        raise NotImplementedError(f"no kernel attends to the latent vectors of layer {layer}")
+    def norm_latents(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+        """Raise `NotImplementedError`: the operations of models with latent vectors are in latents/ops.py."""
+        raise NotImplementedError(f"a model without latent vectors norms some of {x_NC.shape[-1]} elements")
+
+    def pack_latents(self, weights: LatentWeights, layer: int) -> CudaLatents:
+        """Raise `NotImplementedError`: the operations of models with latent vectors are in latents/ops.py."""
+        raise NotImplementedError(f"pages of keys and values hold no latent vectors of layer {layer}")

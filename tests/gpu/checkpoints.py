@@ -80,6 +80,30 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+    "routed_scaling_factor": 0.5,  # by experts that rounding chooses instead of others, little changes
+}
+"""Sizes of models with latent attention, whose heads are of other sizes than their vectors in the cache."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3": ("Llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 1, "head_dim": 128}),
     "smollm2": (
@@ -295,6 +319,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "deepseek v2": (
+        "DeepseekV2",
+        LATENT
+        | {
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 2,
+            "topk_group": 3,
+            "routed_scaling_factor": 0.3,
+            "rope_parameters": YARN,
+        },
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        LATENT
+        | {"num_attention_heads": 20, "num_key_value_heads": 20, "attention_bias": True, "rope_parameters": YARN},
+    ),
+    "glm 4.7 flash": (
+        "Glm4MoeLite",
+        {**LATENT, "kv_lora_rank": 96, "mlp_layer_types": ["dense", "sparse", "sparse"], "rope_interleave": False},
+    ),
     "arcee": ("Arcee", {}),  # without native code, as is the next
     "olmo": ("Olmo", {"clip_qkv": 4.0}),
 }
@@ -305,6 +352,8 @@ CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConf
 def kv_bytes(folder: Path, pages: int) -> int:
     """Bytes of so many pages of 16 tokens in bfloat16."""
     config = transformers.AutoConfig.from_pretrained(folder)
+    if (latent := getattr(config, "kv_lora_rank", None)) is not None:
+        return pages * PAGE * config.num_hidden_layers * (latent + config.qk_rope_head_dim) * 2
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return pages * PAGE * config.num_hidden_layers * 2 * kv_heads(config) * head_dim * 2
 
@@ -337,6 +386,9 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
             is_turned = (architecture == "GPT2" and ".h." in name) or (architecture == "GptOss" and ".experts." in name)
             inputs = parameter.shape[-2 if is_turned else -1]  # which are stored [in, out]
             torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(inputs))
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:  # further apart than scores are, so that rounding chooses no other experts
+            buffer.copy_(1.25 * 2.0 ** torch.randperm(len(buffer)))
     return model
 
 

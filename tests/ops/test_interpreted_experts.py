@@ -43,6 +43,8 @@ ROUTINGS = (
     Routing(12, 3, "sigmoid", renormalise=True, scale=2.5, groups=4, top_groups=2, group_score="top2"),
     Routing(20, 4, "softmax", groups=5, top_groups=3),
     Routing(16, 2, "sparsemixer", margin=0.4),
+    Routing(160, 6, "softmax", scale=16.0, groups=8, top_groups=3),
+    Routing(256, 8, "sigmoid", renormalise=True, scale=2.5, groups=8, top_groups=4, group_score="top2"),
 )
 RUNS = {}
 for name in ("sm_90", "sm_80"):
@@ -86,7 +88,7 @@ def check_choices():
             choose(logits[None], routing, correction, chosen, lists, padding=padding)
             real = numbers >= 0 if padding is None else padding.rows_N != 99
             assert torch.equal(chosen.ids_NK[real], want.ids_NK[real]) and (chosen.ids_NK[~real] == -1).all()
-            assert (chosen.weights_NK - want.weights_NK)[real].abs().max() < 2e-6
+            assert (chosen.weights_NK - want.weights_NK)[real].abs().max() < 2e-6 * routing.scale
             if lists is not None:
                 check_lists(chosen.ids_NK, lists, experts)
         print(routing.score)
@@ -171,7 +173,7 @@ def check_codes(names):
             x, router = torch.randn(rows, hidden).bfloat16(), torch.randn(experts, hidden)
             weights = ExpertWeights(Routing(experts, 2), split_router(router), None, None, up, down, "silu", None, None)
             check_sums(x, weights, 2**-6)
-            if up.kind.codes == "fp8":  # whose bytes older GPUs cannot convert
+            if up.kind is not None and up.kind.codes == "fp8":  # whose bytes older GPUs cannot convert
                 check_sums(x, weights, 2**-6, "sm_80")
         print(label(format), flush=True)
 
@@ -188,7 +190,7 @@ def some_formats() -> list[str]:
     return names if os.environ.get("HEADRACE_MATRIX") == "all" else chosen(names, 2, COMMIT)
 
 
-@pytest.mark.parametrize(("part", "lines"), [("choices", 5), ("dense", 7), ("codes", 2)])
+@pytest.mark.parametrize(("part", "lines"), [("choices", 7), ("dense", 7), ("codes", 2)])
 def test_kernels_of_experts_compute_what_route_and_loops_do(part: str, lines: int) -> None:
     """Choices and their lists, dense experts, and experts in codes, in a process each."""
     tests = str(Path(__file__).parents[1])

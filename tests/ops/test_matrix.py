@@ -435,6 +435,48 @@ def mixtures(arch: str, chip: Chip, *, everything: bool) -> Iterator[tuple[str, 
             yield f"{name}, experts of {rows}", mixed, chip, rows
 
 
+def latent(heads: int, latent_dim: int, plain: int, value: int) -> Callable[[Chip, int], None]:
+    """The call that attends to latent vectors, as a layer of a decode and of a prefill does."""
+    from headrace.ops.cuda.attention.registry import DecodeRoom
+    from headrace.ops.cuda.hazards import Chain
+    from headrace.ops.cuda.latents.attend import attend_prefill
+    from headrace.ops.cuda.latents.expand import attend_expanded
+    from headrace.ops.cuda.latents.kernels import LatentDecodes
+    from headrace.ops.cuda.latents.packed import CudaLatents
+    from headrace.ops.cuda.latents.running import expanded_tiling, prefill_tiling
+    from headrace.ops.cuda.latents.shape import LatentShape
+    from headrace.ops.latents import LatentWeights
+
+    shape = LatentShape(heads=heads, latent_dim=latent_dim, rotated_dim=64, scale=0.1)
+    up = Stored.from_dense(empty(heads * (plain + value), latent_dim))
+    weights = LatentWeights(up, heads, plain, empty(latent_dim), 1e-6)
+
+    def call(chip: Chip, rows: int) -> None:
+        table = empty(POSITIONS, 64, dtype=torch.float32)
+        attention = CudaLatents(weights, 0, shape, table, Chain(), paired=True, pdl=chip.pdl)
+        kv = empty(1, PAGES, 16, shape.head_dim)
+        room = DecodeRoom(chip.arch, torch.device("meta"), most_rows=rows, pdl=chip.pdl)
+        step = LatentDecodes().open(shape, chip.inputs(rows), room)
+        queries = empty(rows, heads, plain + 64)
+        attention(queries, empty(rows, shape.head_dim), step, kv)
+        q, out, tiling = empty(rows, heads, shape.head_dim), empty(rows, heads, latent_dim), prefill_tiling(chip.arch)
+        attend_prefill(q, kv[0], words(3, 4), words(64), out, shape, tiling, pdl=chip.pdl)
+        keys, made = q[:, 0, latent_dim:], empty(rows, heads * (plain + value))
+        tiling = expanded_tiling(chip.arch, plain + 64 + value)
+        parts = queries[:, :, :plain], empty(rows, heads, 64), made, keys, words(3, 3), empty(rows, heads, value)
+        attend_expanded(*parts, tiling, scale=0.1, pdl=chip.pdl)
+
+    return call
+
+
+def latents(chip: Chip, *, everything: bool) -> Iterator[tuple[str, Any, Chip, int]]:
+    """The attentions to latent vectors that are compiled, as `cases` returns them."""
+    sizes = [(20, 512, 192, 256), (128, 512, 128, 128), *([(16, 512, 128, 128), (4, 96, 32, 48)] if everything else [])]
+    for of_model in sizes:
+        for rows in (1, 64, 512) if everything else (1,):
+            yield f"latent vectors, {of_model}, {rows} rows", latent(*of_model), chip, rows
+
+
 def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip, int], None], Chip, int]]:
     """What is compiled: its name, the call, and the arguments of that."""
     from headrace.ops.cuda.codes.kinds import E4M3, Kind
@@ -449,6 +491,7 @@ def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip,
             yield f"{layout.name}, products of {rows}", coded, chip, rows
     yield from mixtures(arch, floats, everything=everything)
     yield from attentions(arch, floats, everything=everything)
+    yield from latents(floats, everything=everything)
     for name in MODELS if everything else (USUAL,):
         model = MODELS[name]
         chip = Chip(arch, model)
@@ -519,6 +562,12 @@ def test_kernels_of_triton_compile_and_fit(arch: str, part: int, tmp_path: Path)
     assert kernels >= {"_unpack_kernel", "_coded_vector_kernel", "_coded_tiles_kernel"}
     assert kernels >= {"_expert_tiles_kernel", "_coded_expert_tiles_kernel", "_expert_up_kernel", "_expert_down_kernel"}
     assert kernels >= {"_split_decode_kernel", "_grouped_attention_kernel"}
+    assert kernels >= {
+        "_store_latents_kernel",
+        "_latent_decode_kernel",
+        "_latent_merge_kernel",
+        "_latent_prefill_kernel",
+    }
     assert "_to_codes_kernel" in kernels or not chip.arch.has("wgmma")
     assert len(kernels) >= (30 if arch in ALL_KERNELS else 5), kernels
 

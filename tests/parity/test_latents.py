@@ -24,8 +24,8 @@ from headrace.engine.model.checkpoint.weights import load_weights
 from headrace.engine.model.experts import ExpertsFeed
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.latent import LatentAttention
-from headrace.engine.model.network.mixers.latent import AttentionToLatents
 from headrace.engine.model.spec import DecoderSpec, DenseFeed, LayerSpec
+from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.latents import LatentPages
 
 HEADS, PLAIN, VALUE, LATENT = 4, 12, 20, 16
@@ -233,7 +233,7 @@ def test_a_bug_of_the_arithmetic_changes_logits(bug: str, tmp_path: Path, monkey
         return x_NHD.float() if bug == "the key unrotated" and x_NHD.shape[1] == 1 else rotated(pages, x_NHD, step)
 
     if bug == "no norm":
-        monkeypatch.setattr(AttentionToLatents, "_normed", lambda _, x_NC, weight_C: x_NC * weight_C)
+        monkeypatch.setattr(CpuOps, "norm_latents", lambda _, x_NC, weight_C, epsilon: x_NC * weight_C)
     elif bug == "keys and values":
 
         def exchange(tensors: dict[str, Tensor]) -> None:

@@ -15,15 +15,18 @@ import torch
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights, SublayerWeights, describe_weights
 from headrace.engine.model.experts import ExpertsFeed, down_of, gate_up_of, is_of_expert
+from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.shared.heads import attention_kinds, head_shape
 from headrace.engine.model.spec import DecoderSpec, DenseFeed
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
+from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.codes.held import kind_of, kinds_of_pieces
 from headrace.ops.cuda.codes.kinds import Kind
 from headrace.ops.cuda.experts.arena import common_kind
 from headrace.ops.cuda.experts.registry import ExpertShape, resolve_experts
 from headrace.ops.cuda.kernels import KERNELS, Kernels
+from headrace.ops.cuda.latents.shape import LatentShape
 from headrace.ops.cuda.products.fusion import Fusion
 from headrace.ops.cuda.products.registry import ByRows, ProductKernel, Resolved, WeightShape, resolve
 from headrace.ops.cuda.tuning.table import Span
@@ -33,6 +36,10 @@ __all__ = ["KernelList", "Line", "Refusal", "list_kernels"]
 
 _STEPS: Final[dict[str, tuple[Fusion, ...]]] = {
     "qkv": ("norm plain", "heads", "factors plain", "plain"),
+    "q": ("plain",),
+    "q_a": ("plain",),
+    "q_b": ("plain",),
+    "kv_a": ("plain",),
     "o": ("residual", "plain"),
     "gate_up": ("norm gated", "factors gated", "gated", "plain"),
     "up": ("plain",),
@@ -53,6 +60,8 @@ _WORDS: Final[dict[Fusion, str]] = {
     "factors gated": "rest of the norm, product, silu(gate) * up",
     "heads": "rest of the norm, product, rotation, KV write",
 }
+_SPLIT: Final = "kv_b"
+"""Matrix of latent attention whose heads are multiplied each by itself."""
 T = TypeVar("T")
 _CONTEXTS: Final = (1024, 16384)
 """Tokens of a row for which decodes are listed by rows."""
@@ -107,7 +116,8 @@ def list_kernels(
     Raises:
         ModelRejected: No kernel computes the attention of a layer.
     """
-    attentions = attention_kinds(spec)
+    shapes = _shapes(spec, fp8=fp8)
+    kernels = kernels.to_latents() if has_latents(spec) else kernels
     lines, refusals = list[Line](), list[Refusal]()
     for what, product in _products(spec, weights, quantize_head).items():
         kind = product.shape.kind
@@ -122,10 +132,10 @@ def list_kernels(
         lines.append(Line(what, "router, products, weighted sum", _by_rows(chosen.kernels, rows, lambda one: one.name)))
         refusals += [Refusal(name, what, why) for name, why in chosen.refused.items()]
         refusals += [Refusal("those for codes", what, f"{why}: kept in bfloat16") for why in experts.unpacked]
-    kv_dtype = torch.float8_e4m3fn if fp8 else None
-    for attention in attentions:
-        shape = head_shape(attention, kv_dtype=kv_dtype)
-        of_window = "" if attention.window is None else f", window of {attention.window}"
+    if has_latents(spec):
+        lines.append(Line(_SPLIT, "products of single heads", ("cuBLAS",) * max(1, len(rows))))
+    for shape in shapes:
+        of_window = "" if shape.window is None else f", window of {shape.window}"
         choice, (prefills, refused) = (
             resolve_decode(kernels.decodes, shape, arch), resolve_prefill(kernels.prefills, shape, arch),
         )  # fmt: skip
@@ -134,6 +144,23 @@ def list_kernels(
         refusals += [Refusal(name, f"decode{of_window}", why) for name, why in choice.refused.items()]
         refusals += [Refusal(name, f"prefill{of_window}", why) for name, why in refused.items()]
     return KernelList(tuple(lines), tuple(_together(refusals)))
+
+
+def _shapes(spec: DecoderSpec, *, fp8: bool) -> list[HeadShape]:
+    """Return the shapes of the different attentions of a model.
+
+    Raises:
+        ModelRejected: No kernel computes the attention of a layer.
+    """
+    if has_latents(spec):
+        mixer = uniform_latents(spec)
+        return [
+            LatentShape(
+                heads=mixer.heads, latent_dim=mixer.latent_dim, rotated_dim=mixer.rotated_dim, scale=mixer.scale
+            )
+        ]  # fmt: skip
+    kv_dtype = torch.float8_e4m3fn if fp8 else None
+    return [head_shape(attention, kv_dtype=kv_dtype) for attention in attention_kinds(spec)]
 
 
 def _steps(spec: DecoderSpec, product: _Product) -> tuple[Fusion, ...]:
@@ -177,12 +204,12 @@ def _products(spec: DecoderSpec, weights: DecoderWeights | None, quantize_head: 
     """Return the different products of the layers and of the output head, by what they are called in the list."""
     if weights is None:
         weights = describe_weights("random", spec, dtype=torch.bfloat16)
-    head_dim = spec.uniform_attention.head_dim
+    head_dim = _shapes(spec, fp8=False)[0].head_dim
     found: dict[str, Counter[_Product]] = {}
     for number in range(len(weights.layers)):
         layer = weights.layers[number]
         for of_layer in (layer.mixer, layer.feed):
-            for name in filterfalse(is_of_expert, of_layer.matrices):
+            for name in filterfalse(_is_apart, of_layer.matrices):
                 found.setdefault(name, Counter()).update(dict.fromkeys(_pieces(name, of_layer, head_dim), 1))
     if spec.has_head:
         found["head"] = Counter([_head(weights.head, head_dim, quantize_head)])
@@ -191,6 +218,11 @@ def _products(spec: DecoderSpec, weights: DecoderWeights | None, quantize_head: 
         for varieties in found.values()
         for product, count in varieties.items()
     }
+
+
+def _is_apart(name: str) -> bool:
+    """Return whether a matrix is multiplied by other kernels than those of products."""
+    return is_of_expert(name) or name == _SPLIT
 
 
 def _product(name: str, of_layer: SublayerWeights, head_dim: int) -> _Product:

@@ -89,6 +89,7 @@ def open_cuda(
         InvalidParams: An option does not fit the model or the device.
     """
     arch = checked_arch(config, spec, device, kernels)
+    kernels = kernels.to_latents() if has_latents(spec) else kernels
     refusal: DeviceUnavailable | ModelRejected
     try:
         with _opening, torch.cuda.device(device), torch.inference_mode():
@@ -279,12 +280,9 @@ def checked_arch(config: EngineConfig, spec: DecoderSpec, device: torch.device, 
 
     Raises:
         DeviceUnavailable: The GPU cannot run any model.
-        ModelRejected: The model has latent attention or normed values, which no kernel computes yet.
+        ModelRejected: The model norms its values, which no kernel computes yet.
         InvalidParams: An option does not fit the model or the device.
     """
-    if has_latents(spec):
-        supported = "attention to keys and values on a GPU, device='cpu', or perhaps model_impl='transformers'"
-        refuse(spec.architecture, "the mixer of a layer", "latent attention", supported)
     if has_normed_values(spec):
         supported = "attention without norms of values on a GPU, or device='cpu'"
         refuse(spec.architecture, "the mixer of a layer", "attention with normed values", supported)
@@ -318,7 +316,10 @@ def _arch(config: EngineConfig, device: torch.device) -> Arch:
 
 
 def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch, kernels: Kernels) -> None:
-    """Refuse a way of decoding that the GPU or the model's heads rule out."""
+    """Refuse a way of decoding that the GPU or the model's heads rule out, and 8 bits for latent vectors."""
+    if has_latents(spec):
+        _check_latents(config)
+        return
     way = config.decode_attention
     shape = head_shape(spec.uniform_attention, page_size=PAGE_SIZE, dtype=DTYPE, kv_dtype=kv_dtype(config))
     why = next((kernel.refuses(shape, arch) for kernel in kernels.decodes if kernel.name == way), None)
@@ -329,6 +330,17 @@ def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch, kernel
             value=way,
             limit="auto",
         )
+
+
+def _check_latents(config: EngineConfig) -> None:
+    """Refuse what models with latent attention leave no choice of."""
+    told = {
+        "kv_dtype": (config.kv_dtype, "latent vectors are kept in 16 bits"),
+        "decode_attention": (config.decode_attention, "one kernel alone attends to latent vectors"),
+    }
+    for field, (value, why) in told.items():
+        if value != "auto":
+            raise InvalidParams(f"{field}: {why}, which is auto; got {value}", field=field, value=value, limit="auto")
 
 
 def _free_for_pages(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.network.rotation import growth_table, rotation_table
 from headrace.engine.model.shared.heads import attention_kinds, head_shape
@@ -22,6 +23,8 @@ from headrace.ops.cuda.codes.layout import CodeLayout
 from headrace.ops.cuda.experts.packed import ExpertProducts
 from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.kernels import KERNELS, Kernels
+from headrace.ops.cuda.latents.ops import CudaLatentOps
+from headrace.ops.cuda.latents.shape import LatentShape
 from headrace.ops.cuda.products.linear import LinearScratch
 from headrace.ops.cuda.products.packed import CudaProduct, Products
 from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom
@@ -51,18 +54,16 @@ def cuda_ops(
         ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is a variant
             that no kernel computes.
     """
+    if has_latents(spec):
+        return _latent_ops(spec, page_size, max_positions, dtype, device, arch, kernels, codes)
     kinds = attention_kinds(spec)
-    head_dim = kinds[0].head_dim
     rotations = {
         (rope, each.rotary_dim): torch.cat(rotation_table(spec.ropes[rope], each, max_positions, device), dim=1)
         for each in kinds
         for rope in (each.rope, each.early_rope)
         if rope is not None
     }
-    room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
-    able = [*(kernel for kind in codes for kernel in kernels.coded(kind)), *kernels.products]
-    products = Products(arch, room, _built(able, arch, dtype, head_dim))
-    experts = ExpertProducts(arch, room, kernels.experts)
+    products, experts = _products(spec, dtype, kinds[0].head_dim, device, arch, kernels, codes)
     return {
         attention: CudaOps(
             head_shape(attention, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
@@ -77,6 +78,47 @@ def cuda_ops(
         )
         for attention in kinds
     }
+
+
+def _latent_ops(
+    spec: DecoderSpec,
+    page_size: int,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    arch: Arch,
+    kernels: Kernels,
+    codes: Sequence[Kind],
+) -> dict[MixerSpec, CudaOps]:
+    """Do what `cuda_ops` does, for a model with latent vectors in the cache."""
+    mixer = uniform_latents(spec)
+    shape = LatentShape(
+        heads=mixer.heads, latent_dim=mixer.latent_dim, rotated_dim=mixer.rotated_dim, scale=mixer.scale,
+        page_size=page_size, dtype=dtype,
+    )  # fmt: skip
+    products, experts = _products(spec, dtype, shape.head_dim, device, arch, kernels, codes)
+    table_PR = torch.cat(rotation_table(spec.ropes[mixer.rope], mixer.rotated, max_positions, device), dim=1)
+    return {
+        mixer: CudaLatentOps(
+            shape, cos_sin_PR=table_PR, paired=mixer.interleaved, products=products, experts=experts
+        )
+    }  # fmt: skip
+
+
+def _products(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    head_dim: int,
+    device: torch.device,
+    arch: Arch,
+    kernels: Kernels,
+    codes: Sequence[Kind],
+) -> tuple[Products, ExpertProducts]:
+    """Return the kernels of products, and those of experts, on one stream."""
+    room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
+    able = [*(kernel for kind in codes for kernel in kernels.coded(kind)), *kernels.products]
+    products = Products(arch, room, _built(able, arch, dtype, head_dim))
+    return products, ExpertProducts(arch, room, kernels.experts)
 
 
 def positions_of(step: CudaStep) -> Tensor:

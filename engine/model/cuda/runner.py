@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import queue
 import threading
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from headrace.engine.model.cuda.steps import (
     places_of,
     split,
 )
+from headrace.engine.model.latent import has_latents
 from headrace.engine.model.shared.memory import borrow_stream, return_device_memory, return_stream, returned_if_short
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.asked import Asked, Sampling
@@ -88,6 +90,8 @@ class CudaRunner:
         """
         self._capacity, self._bank, self._weights = capacity, bank, weights
         self._kinds = next(iter(ops.values())).products.kinds
+        self._cached = (0, 1) if has_latents(decoder.spec) and capacity.max_context > 1 else (0,)
+        """Numbers of cached tokens for which prefills have kernels of their own."""
         self._stream = borrow_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the stream on which weights were made
         with returned_if_short(self._stream), torch.inference_mode(), self._stream:
@@ -129,19 +133,21 @@ class CudaRunner:
         """
         sampling = Sampling(temperature=1.0, top_k=int(variant.filtered))
         request = Request(Asked(limit=2, sampling=sampling), [0])
-        for tokens in (self._capacity.max_batched_tokens, min(_FEW_TOKENS, self._capacity.max_batched_tokens)):
+        most = self._capacity.max_batched_tokens
+        for tokens, cached in itertools.product((most, min(_FEW_TOKENS, most)), self._cached):
             plan = StepPlan(0, tokens=tokens)
             for row in range(self._capacity.max_rows):
-                count = min(tokens, self._capacity.max_context)
+                count = min(tokens, self._capacity.max_context - cached)
                 tokens -= count
                 if count:
-                    plan.new_rows.append(NewRow(row, 0, [0] * count, sampling))
+                    plan.new_rows.append(NewRow(row, cached, [0] * count, sampling))
                     shaping, reporting = _ALL_OPTIONS if variant.shaped else None, None
                     if variant.places:
                         reporting = _ALL_REPORTS
                     if shaping or reporting:
-                        plan.options.append(RowOptions(row, [0] * count, count, shaping, reporting, None))
-                    plan.works.append(Work(request, row, 0, count, True))
+                        known = cached + count
+                        plan.options.append(RowOptions(row, [0] * known, known, shaping, reporting, None))
+                    plan.works.append(Work(request, row, cached, count, True))
             self.launch(plan).wait()
 
     def warm_up(self, *, everything: bool = False) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace.ops.experts import Experts
 from headrace.ops.formats import Stored
+from headrace.ops.latents import LatentWeights
 from headrace.ops.layer_weights import AttentionWeights, FeedWeights
 from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation, Stream
 
@@ -23,6 +24,7 @@ __all__ = [
     "LayerOps",
     "Packed",
     "PackedExperts",
+    "PackedLatents",
     "ReadableHead",
     "Step",
     "Table",
@@ -86,6 +88,21 @@ class LayerOps(Protocol[_Packed, _Step, _Kv]):
         self, attention: AttentionWeights[_Packed], feed: FeedWeights[_Packed], layer: int, /
     ) -> WholeLayer[_Step, _Kv]:
         """Return the layer with the number `layer` as one operation, with the bits that its parts give."""
+        ...
+
+
+class PackedLatents(Protocol[_Step, _Kv]):
+    """Protocol of a layer's attention to latent vectors, ready for a device."""
+
+    def __call__(self, queries_NHX: Tensor, latents_ND: Tensor, step: _Step, kv: _Kv, /) -> Tensor:
+        """Store the tokens' vectors in their pages, attend, and return the values of all heads, [N, H * V].
+
+        Args:
+            queries_NHX: By head, the part of the query that stays as it is, then the part that is to be rotated.
+            latents_ND: By token, its latent vector before its norm, then the key of all heads before its rotation.
+            step: The places of the step's tokens in the cache.
+            kv: The paged cache.
+        """
         ...
 
 
@@ -209,18 +226,8 @@ class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
         """
         ...
 
-    def attend_to_latents(self, queries_NHD: Tensor, latents_ND: Tensor, step: _Step, kv: _Kv, layer: int) -> Tensor:
-        """Return the weighted sums of latent vectors, [N, H, C], by softmax(s q [c; k_R]^T) with the mixer's s.
-
-        The last R elements of both inputs are rotated, and the second is stored in its pages.
-
-        Args:
-            queries_NHD: The queries of all heads, D = C + R elements each.
-            latents_ND: The latent vector c, then the key k_R that all heads share, of each token.
-            step: The places of the step's tokens in the cache.
-            kv: The paged cache.
-            layer: Number of the layer.
-        """
+    def norm_latents(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+        """Return the RMS norm of latent vectors with an epsilon of their own; leaves `x_NC` as it is."""
         ...
 
     def pack(self, weight: Stored, bias_O: Tensor | None) -> Packed:
@@ -233,6 +240,10 @@ class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
 
     def keep_sinks(self, layer: int, sinks_H: Tensor) -> None:
         """Take the scores, float32, of the keys without values that a layer's attention has, one in each head."""
+        ...
+
+    def pack_latents(self, weights: LatentWeights, layer: int) -> PackedLatents[_Step, _Kv]:
+        """Return a layer's attention to latent vectors, with its weights in the form in which this device uses them."""
         ...
 
     def pack_experts(self, experts: Experts) -> PackedExperts:

@@ -20,6 +20,7 @@ from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.norms import layer_norm, layer_norm_heads
 from headrace.ops.experts import Experts
 from headrace.ops.formats import Stored
+from headrace.ops.latents import LatentWeights
 from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation, Stream
 
 __all__ = ["CalibrationOps", "DenseProduct"]
@@ -84,7 +85,11 @@ class CalibrationOps:
         """Raise `ModelRejected`: sinks are not computed here."""
         refuse("model", "the sinks of a layer's heads", len(sinks_H), "plain softmax, to calibrate with data")
 
-    def attend_to_latents(self, queries_NHD: Tensor, latents_ND: Tensor, step: int, kv: None, layer: int) -> NoReturn:
+    def norm_latents(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+        """Return the RMS norm of latent vectors."""
+        return x_NC * (x_NC.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight_C
+
+    def pack_latents(self, weights: LatentWeights, layer: int) -> NoReturn:
         """Raise `ModelRejected`: attention to latent vectors is not computed here."""
         refuse("model", "the mixer of a layer", "latent attention", "plain softmax, to calibrate with data")
 

@@ -43,6 +43,7 @@ H200: Final = Tuning(
         "xqa": (Span(range(1, 4), _MORE_TOKENS),),
         "fa2": (Span(ANY),),
         "split": (Span(ANY),),
+        "latent": (Span(ANY),),
     },
     decode_8_bits={
         "fused": (_FEW,),
@@ -53,6 +54,7 @@ H200: Final = Tuning(
     },
     fused_programs=256,
     fused_splits=32,
+    latent_programs=3 * 132,  # not measured
     update_norm_rows=128,
     adapter_rows=128,
     adapter_share=16,

@@ -91,6 +91,8 @@ class Tuning:
     """Number of programs of attention in decodes of few rows."""
     fused_splits: int
     """Most programs for one row and key head."""
+    latent_programs: int
+    """Number of programs of attention to latent vectors in decodes, up to which rows are cut into shares."""
     update_norm_rows: int
     """Most rows for which the norm adds an adapter's update: a program for each row, while all run in one wave."""
     adapter_rows: int

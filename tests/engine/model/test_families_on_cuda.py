@@ -23,6 +23,7 @@ from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
 
 EXPERTS = ("qwen3 experts", "qwen2 experts", "mixtral", "phi experts", "gpt-oss")
+LATENT = ("deepseek v2", "deepseek v3", "glm 4.7 flash")
 REORDERED = ("phi-4-mini", "glm", "glm4", "ernie 4.5")
 """Families whose heads are put in another order as they are loaded."""
 SMALL = {"max_context": 256, "max_batched_tokens": 256, "max_rows": 8}
@@ -48,7 +49,7 @@ LAYER_NORMED = [
 OTHERS = ["hunyuan", "ministral3", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma2", "gemma3"]
 
 
-@pytest.mark.parametrize("family", [*REORDERED, *OTHERS, *LAYER_NORMED, *EXPERTS])
+@pytest.mark.parametrize("family", [*REORDERED, *OTHERS, *LAYER_NORMED, *EXPERTS, *LATENT])
 def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
     async def run() -> list[Output]:
         async with open_engine(zoo.folder(family), "cuda", **SMALL) as engine:

@@ -8,16 +8,16 @@ part k_R of its key, which all heads share; they alone are kept:
     o = sum over tokens j of softmax_j(s (q_C^T W_UK c_j + q_R^T k_R,j)) W_UV c_j         10, 11, 16 and 17
     x' = x + norm_r(W_O [o_1; ...; o_H]),   h = norm(x)                       18
 
-No key or value is ever made. The product with W_UK goes to the query's side, and that with W_UV behind the sum, as the
-paper says under equation 11. Every head then attends to the same vectors [c; k_R] with a query [W_UK^T q_C; q_R], and
-sums the same c. A checkpoint holds W_UK and W_UV of a head one above the other in `kv_b_proj`, and W_DKV above W_KR.
+No key or value need be made. The product with W_UK may go to the query's side, and that with W_UV behind the sum, as
+the paper says under equation 11. Every head then attends to the same vectors [c; k_R] with a query [W_UK^T q_C; q_R],
+and sums the same c: how is the device's affair. A checkpoint holds W_UK and W_UV of a head one above the other in
+`kv_b_proj`, and W_DKV above W_KR.
 """
 
 from __future__ import annotations
 
 from typing import Generic
 
-import torch
 from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import SublayerWeights
@@ -25,7 +25,7 @@ from headrace.engine.model.latent import LatentAttention
 from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, Step
 from headrace.engine.model.network.placement import Entry, add_result
 from headrace.engine.model.spec import LayerSpec
-from headrace.ops.formats import Stored
+from headrace.ops.latents import LatentWeights
 from headrace.ops.stream import Stream
 
 __all__ = ["AttentionToLatents"]
@@ -46,11 +46,10 @@ class AttentionToLatents(Generic[Packed, Step, Kv]):
         self._q_a_norm = vectors.get("q_a_norm")
         self._q = ops.pack(matrices["q_b" if has_query_latents else "q"], None)
         self._kv_a = ops.pack(matrices["kv_a"], vectors.get("kv_a_bias"))
-        self._kv_a_norm = vectors["kv_a_norm"]
-        up_HXC = matrices["kv_b"].parts["values"].view(spec.mixer.heads, -1, spec.mixer.latent_dim)
-        up_HPC, up_HVC = up_HXC.split((spec.mixer.plain_dim, spec.mixer.value_dim), 1)
-        self._keys = [ops.pack(Stored.from_dense(up_PC.T.contiguous()), None) for up_PC in up_HPC]
-        self._values = [ops.pack(Stored.from_dense(up_VC.contiguous()), None) for up_VC in up_HVC]
+        latents = LatentWeights(
+            matrices["kv_b"], spec.mixer.heads, spec.mixer.plain_dim, vectors["kv_a_norm"], spec.mixer.latent_epsilon
+        )
+        self._attention = ops.pack_latents(latents, layer)
         self._o = ops.pack(matrices["o"], vectors.get("o_bias"))
         self._device, self._layer = ops, layer
 
@@ -68,36 +67,16 @@ class AttentionToLatents(Generic[Packed, Step, Kv]):
 
     def _attend(self, x_NE: Tensor, step: Step, kv: Kv) -> Tensor:
         """Return [o_1; ...; o_H] of each token, [N, H * V]."""
-        queries_NHD, latents_ND = self._queries(x_NE), self._latents(x_NE)
-        sums_NHC = self._device.attend_to_latents(queries_NHD, latents_ND, step, kv, self._layer)
-        return torch.cat(self._each(sums_NHC, self._values, "v"), 1)
-
-    def _queries(self, x_NE: Tensor) -> Tensor:
-        """Return [W_UK^T q_C; q_R before its rotation] of each head, [N, H, C + R]."""
+        latents_ND = self._product(x_NE, self._kv_a, "kv_a")
         if self._q_a is not None:
             assert self._q_a_norm is not None
             x_NE = self._normed(self._product(x_NE, self._q_a, "q_a"), self._q_a_norm)
-        q_NHD = self._product(x_NE, self._q, "q").unflatten(1, (self._spec.heads, -1))
-        plain_NHP, rotated_NHR = q_NHD.split((self._spec.plain_dim, self._spec.rotated_dim), 2)
-        turned_NHC = torch.stack(self._each(plain_NHP, self._keys, "k"), 1)
-        return torch.cat((turned_NHC, rotated_NHR), 2)
-
-    def _latents(self, x_NE: Tensor) -> Tensor:
-        """Return [c; k_R before its rotation] of each token, [N, C + R]."""
-        found_ND = self._product(x_NE, self._kv_a, "kv_a")
-        c_NC, key_NR = found_ND.split((self._spec.latent_dim, self._spec.rotated_dim), 1)
-        return torch.cat((self._normed(c_NC, self._kv_a_norm), key_NR), 1)
-
-    def _each(self, x_NHI: Tensor, packed: list[Packed], site: str) -> list[Tensor]:
-        """Return the product of each head with its own weight."""
-        heads_HNI = x_NHI.transpose(0, 1).contiguous()
-        return [self._product(x_NI, weight, site) for x_NI, weight in zip(heads_HNI, packed, strict=True)]
+        queries_NHX = self._product(x_NE, self._q, "q").unflatten(1, (self._spec.heads, -1))
+        return self._attention(queries_NHX, latents_ND, step, kv)
 
     def _normed(self, x_NC: Tensor, weight_C: Tensor) -> Tensor:
         """Return the RMS norm of latent vectors, whose epsilon is not that of the stream's norms."""
-        x_NC, dtype = x_NC.float().contiguous(), x_NC.dtype
-        square_N1: Tensor = torch.linalg.vector_norm(x_NC, 2, -1, True).square_() / x_NC.shape[-1]
-        return (x_NC * (square_N1 + self._spec.latent_epsilon).rsqrt_()).mul_(weight_C).to(dtype)
+        return self._device.norm_latents(x_NC, weight_C, self._spec.latent_epsilon)
 
     def _product(self, x_NI: Tensor, packed: Packed, site: str) -> Tensor:
         # By the device's own operations: adapters update none of these products.
