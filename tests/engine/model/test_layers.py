@@ -77,8 +77,10 @@ def test_every_layer_has_the_parameters_of_its_own_sizes() -> None:
 PACKAGE = "headrace.engine.model.families"
 
 
-def test_every_family_is_one_file_named_after_its_model_type() -> None:
+def test_every_family_is_in_a_file_named_after_its_model_type() -> None:
+    """Gemma 4 12B, whose config has another class than its siblings', is in their file."""
     for family in FAMILIES:
         folder, _, module = family.from_config.__module__.rpartition(".")
-        assert folder in (PACKAGE, f"{PACKAGE}.experts") and module == family.model_type
+        assert folder in (PACKAGE, f"{PACKAGE}.experts")
+        assert module == family.model_type.replace("gemma4_unified_text", "gemma4_text")
         assert (family.gguf is None) is (family.from_header is None)
