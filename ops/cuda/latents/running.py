@@ -32,8 +32,6 @@ __all__ = ["LatentDecode", "LatentPrefill", "decode_tiling", "expanded_tiling", 
 _MOST_SPLITS = 128
 _WIDE_BYTES = 150 << 10
 """Fewest bytes of shared memory that a block must have for 64 queries of 576 elements beside their tiles."""
-_ROOMY_BYTES = 190 << 10
-"""Fewest bytes for another tile beside these."""
 _WIDE_KEYS = 384
 """Most elements of a key and a value of one head for tiles of 64 of them."""
 
@@ -51,7 +49,9 @@ def prefill_tiling(arch: Arch) -> LatentTiling:
     """Return how prefills are cut."""
     if arch.shared_bytes < _WIDE_BYTES:
         return LatentTiling(lanes=32, tile=32, warps=8, stages=4)
-    return LatentTiling(lanes=64, tile=32, warps=8, stages=5 if arch.shared_bytes >= _ROOMY_BYTES else 4)
+    if arch.has("wgmma"):
+        return LatentTiling(lanes=64, tile=64, warps=8, stages=3)
+    return LatentTiling(lanes=64, tile=32, warps=8, stages=4)
 
 
 def expanded_tiling(arch: Arch, elements: int = 0) -> LatentTiling:
