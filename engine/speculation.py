@@ -125,6 +125,8 @@ def _options(method: type[Speculation], text: str) -> dict[str, Any]:
         if name not in known:
             field = f"speculation.{name}"
             raise InvalidParams(f"{field}: there is no such option, only {', '.join(known)}", field=field, value=value)
+        if name in options:
+            raise InvalidParams(f"speculation.{name}: is given twice", field=f"speculation.{name}", value=value)
         options[name] = int(value) if name != "path" and value.isascii() and value.isdecimal() else value
     if "path" in known:
         options.setdefault("path", "")

@@ -369,6 +369,7 @@ def test_ways_of_guessing_are_values_or_text(tmp_path: Path) -> None:
         ("ngram:k=0", "speculation.k", "from 1 to 16, got 0"),
         ("ngram:k=many", "speculation.k", "from 1 to 16, got 'many'"),
         ("ngram:longest=1", "speculation.longest", "from 2 to 32"),
+        ("ngram:k=4,k=5", "speculation.k", "is given twice"),
     ):
         with pytest.raises(InvalidParams, match=message) as refused:
             EngineConfig(model="m", speculation=wanted)  # type: ignore[arg-type]

@@ -320,6 +320,25 @@ def test_a_head_comes_back_after_sleep(model: Path, alone: list[Any], tmp_path: 
     anyio.run(run)
 
 
+def test_memory_beside_the_cache_counts_the_head(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head's pages grow with the cache, and go to host memory with it, also when it was read again."""
+    torch.manual_seed(3)
+    speculation = Eagle(fit(Eagle3Head()).write(tmp_path / "head"))
+    free = 8 << 20
+    monkeypatch.setattr("headrace.engine.model.cpu.runner.free_host_bytes", lambda: free)
+
+    async def run() -> None:
+        async with Engine(model, speculation=speculation, **options(**WAYS["swapped"])) as engine:
+            runner = engine._serving.parts().opened.runner
+            assert runner.most_pages == free // engine.info.page_bytes
+            pool = runner._head.host
+            await engine.sleep(2)
+            await engine.wake()
+            assert pool is not None and runner._head.host is pool
+
+    anyio.run(run)
+
+
 async def open_with(model: Path | str, speculation: Any, **more: Any) -> None:
     async with Engine(model, speculation=speculation, **options(**more)):
         pass

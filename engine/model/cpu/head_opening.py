@@ -104,7 +104,7 @@ def _opened(asked: Eagle | Medusa | Mtp, target: DecoderSpec, folder: Path | Non
         assert folder is not None
         opened = open_mtp(folder, target)
     else:
-        opened = open_head(Path(asked.path), target, folder)
+        opened = open_head(Path(asked.path).expanduser(), target, folder)
     with opened as found:
         yield found
 

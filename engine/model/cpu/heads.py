@@ -87,7 +87,8 @@ class CpuDraftHead:
         self.spec = found.spec
         self._rows, self._ops = rows, ops
         self._known: dict[int, _Known] = {}
-        self._host: HostPool | None = None
+        self.host: HostPool | None = None
+        """Pages of rows that are swapped out; a head that is read again after a sleep takes it over."""
         self.kv: CpuKv | None = None
         """The head's pages; None if the head keeps nothing of a row's tokens."""
         self._medusa: MedusaHeads[CpuLinear, CpuStep, CpuKv] | None = None
@@ -120,12 +121,12 @@ class CpuDraftHead:
     def open_host_pool(self, places: int, *, promised: int) -> None:
         """Make room for `places` pages in host memory, of which others will use `promised` bytes."""
         if self.kv is not None:
-            self._host = HostPool(self._pages, places, pinned=False, promised=promised)
+            self.host = HostPool(self._pages, places, pinned=False, promised=promised)
 
     def spill(self, plan: StepPlan) -> None:
         """Copy pages to host memory, before the plan's step writes to others."""
-        if self.kv is not None and self._host is not None and plan.spills:
-            self._host.spill(self._pages, plan.spills)
+        if self.kv is not None and self.host is not None and plan.spills:
+            self.host.spill(self._pages, plan.spills)
 
     def update(self, plan: StepPlan) -> None:
         """Apply the plan's new rows, of which nothing is known, and its copies of pages."""
@@ -134,8 +135,8 @@ class CpuDraftHead:
         if self.kv is None:
             return
         self.kv.copy_pages(plan.copies)
-        if plan.fetches and self._host is not None:
-            self._host.fetch(self._pages, plan.fetches)
+        if plan.fetches and self.host is not None:
+            self.host.fetch(self._pages, plan.fetches)
 
     def take_up(self, batch: StepBatch, hidden: HiddenStates, last: Mapping[int, tuple[int, int]]) -> None:
         """Compute the head's states of a step's positions, once the tokens behind them are known.

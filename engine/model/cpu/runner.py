@@ -79,6 +79,9 @@ class CpuRunner:
         guesses = drafter if self._head is None else self._head
         self._drafts = None if guesses is None else CpuDrafts(capacity, guesses)
         self._hosts: tuple[HostPool, ...] = ()
+        self._head_host: HostPool | None = None  # of a head whose weights are released
+        head_kv = None if self._head is None else self._head.kv
+        self._page_bytes = self._kv.page_bytes + (0 if head_kv is None else head_kv.page_bytes)
         self._thread = PlanThread(self._carry_out, name="headrace-cpu", threads=threads)
 
     def launch(self, plan: StepPlan) -> PlanStep:
@@ -88,7 +91,7 @@ class CpuRunner:
     @property
     def most_pages(self) -> int:
         """Largest number of pages for `resize`: what free memory can hold beside the present ones."""
-        return max(self._kv.num_pages, free_host_bytes() // self._kv.page_bytes)
+        return max(self._kv.num_pages, free_host_bytes() // self._page_bytes)
 
     def resize(self, num_pages: int) -> None:
         """Make room for `num_pages` pages; until that is done, the present ones hold their memory, too."""
@@ -103,6 +106,7 @@ class CpuRunner:
         if self._head is not None:
             self._head.resize(1)
         if not keep_weights:
+            self._head_host = None if self._head is None else self._head.host
             self._decoder = self._head = None
         return_freed_memory()
 
@@ -115,6 +119,7 @@ class CpuRunner:
             self._head.resize(num_pages)
         elif self._load_head is not None and self._drafts is not None:
             self._head = self._drafts.drafter = self._load_head(self._decoder, self._rows, num_pages)
+            self._head.host = self._head_host
         self._kv = self._kv.resized(num_pages)
 
     def open_host_pool(self, places: int) -> float:

@@ -18,6 +18,7 @@ from headrace.engine.model.experts import ExpertsFeed, down_of, gate_up_of, is_o
 from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.shared.heads import attention_kinds, head_shape
 from headrace.engine.model.spec import DecoderSpec, DenseFeed
+from headrace.engine.model.value_normed import refuse_normed_values
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
 from headrace.ops.cuda.attention.shape import HeadShape
@@ -152,6 +153,7 @@ def _shapes(spec: DecoderSpec, *, fp8: bool) -> list[HeadShape]:
     Raises:
         ModelRejected: No kernel computes the attention of a layer.
     """
+    refuse_normed_values(spec)
     if has_latents(spec):
         mixer = uniform_latents(spec)
         return [

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from headrace.adapters.stored import PIECE_BYTES
-from headrace.adapters.untrusted import refuse
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams, ModelRejected
 from headrace.engine.life.progress import LoggedProgress, weights_read
@@ -26,7 +25,7 @@ from headrace.engine.model.shared.gpu_sizes import DTYPE, PAGE_SIZE, bytes_for_p
 from headrace.engine.model.shared.heads import head_shape
 from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
-from headrace.engine.model.value_normed import has_normed_values
+from headrace.engine.model.value_normed import refuse_normed_values
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import WeightPart
 
@@ -283,9 +282,7 @@ def checked_arch(config: EngineConfig, spec: DecoderSpec, device: torch.device, 
         ModelRejected: The model norms its values, which no kernel computes yet.
         InvalidParams: An option does not fit the model or the device.
     """
-    if has_normed_values(spec):
-        supported = "attention without norms of values on a GPU, or device='cpu'"
-        refuse(spec.architecture, "the mixer of a layer", "attention with normed values", supported)
+    refuse_normed_values(spec)
     arch = _arch(config, device)
     _check_attention(config, spec, arch, kernels)
     for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, PAGE_SIZE)):

@@ -107,7 +107,7 @@ def _read(
 def _refuse_folder(folder: Path) -> NoReturn:
     """Refuse a folder without safetensors, and say how pickles become such."""
     if not folder.is_dir():
-        raise ModelRejected(f"{folder.name}: no such folder", field=folder.name)
+        raise ModelRejected(f"speculation.path: {folder}: no such folder", field="speculation.path", value=str(folder))
     pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
     if pickles:
         saved = _MEDUSA_FILE if pickles[0].startswith("medusa") else SINGLE_FILE
