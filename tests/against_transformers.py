@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.engine import Completion, Engine, SamplingParams
 
-__all__ = ["CUTS", "FEW_CUTS", "all_at_once", "check_cuts", "drawn_with_logits", "greedy"]
+__all__ = ["CUTS", "FEW_CUTS", "all_at_once", "check_bits", "check_cuts", "drawn_with_logits", "greedy"]
 
 FEW_CUTS: Mapping[str, tuple[int, int | None]] = {
     "in one piece": (128, None),
@@ -46,6 +46,14 @@ def check_cuts(
     for cut, (chunk, prompt) in cuts.items():
         for wanted, found in zip(expected, tested.logits(sequences, chunk, prompt), strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4, msg=lambda text: f"{cut}: {text}")  # noqa: B023
+
+
+def check_bits(tested: ModelUnderTest, sequences: Sequence[list[int]]) -> None:
+    """Demand the bits that each sequence has alone, in one piece, in every company and cut."""
+    alone = [tested.logits([ids], 128)[0] for ids in sequences]
+    for chunk, prompt in FEW_CUTS.values():
+        for wanted, found in zip(alone, tested.logits(sequences, chunk, prompt), strict=True):
+            assert torch.equal(found, wanted)
 
 
 def greedy(model: Any, ids: list[int], count: int) -> list[int]:

@@ -16,7 +16,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from against_transformers import FEW_CUTS, all_at_once, check_cuts, drawn_with_logits, greedy
+from against_transformers import FEW_CUTS, all_at_once, check_bits, check_cuts, drawn_with_logits, greedy
 from model_driver import OPERATIONS, ModelUnderTest, capacity
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -144,10 +144,7 @@ def test_an_answer_has_the_same_bits_in_every_company(name: str, tmp_path: Path)
     model, sequences, _ = reference(name)
     model.save_pretrained(tmp_path)
     _, tested = ModelUnderTest.load(tmp_path, torch.bfloat16, native=True)
-    alone = [tested.logits([ids], 128)[0] for ids in sequences]
-    for chunk, prompt in FEW_CUTS.values():
-        for wanted, found in zip(alone, tested.logits(sequences, chunk, prompt), strict=True):
-            assert torch.equal(found, wanted)
+    check_bits(tested, sequences)
 
 
 UPDATED = {
