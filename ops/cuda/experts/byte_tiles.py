@@ -16,8 +16,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.ops.cuda.codes.kinds import E4M3, INT8
-from headrace.ops.cuda.experts.activation import activated, halves
-from headrace.ops.cuda.experts.tiles import ExpertTiling, source_and_target
+from headrace.ops.cuda.experts.memory import byte_of
+from headrace.ops.cuda.experts.tiles import ExpertTiling, source_and_target, store_results
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,14 +82,7 @@ def _byte_order_kernel(x, out, size, x_stride, BLOCK: tl.constexpr, PDL: tl.cons
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     value = tl.load(x + row * x_stride + at, mask=at < size, other=0.0)
-    tl.store(out + row * size + _byte_of(at), value, mask=at < size)
-
-
-@triton.jit
-def _byte_of(column):
-    """Return the place of a column's code: each 16 lie as 0, 8, 1, 9, then 2, 10, 3, 11 and so on."""
-    inside = column % 16
-    return column - inside + (inside % 8) // 2 * 4 + inside // 8 + inside % 2 * 2
+    tl.store(out + row * size + byte_of(at), value, mask=at < size)
 
 
 def in_byte_order(x_NE: Tensor, *, pdl: bool = False) -> Tensor:
@@ -111,8 +104,7 @@ def in_byte_order(x_NE: Tensor, *, pdl: bool = False) -> Tensor:
 def _byte_expert_tiles_kernel(
     x, memory, bias, chosen, lists, out, size_out, size_in, x_stride, out_stride,
     K: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    SHARE: tl.constexpr, UP: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, ORDERED: tl.constexpr,
-    PDL: tl.constexpr,
+    SHARE: tl.constexpr, UP: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALVES: tl.constexpr = 2 if UP else 1  # a gate's line, then its up's
     OUT: tl.constexpr = LINES // HALVES
@@ -142,15 +134,7 @@ def _byte_expert_tiles_kernel(
         total *= tl.load(scale_at).to(tl.float32)[:, None]
     if BIAS:
         total += tl.load(bias + expert * (HALVES * size_out) + line)[:, None]
-    feature = tl.program_id(1) * OUT + tl.arange(0, OUT)
-    if UP:
-        gate, up = halves(total, OUT, ROWS)
-        total = activated(gate, up, ACTIVATION)
-    else:
-        total *= factor[None, :]
-    place = _byte_of(feature) if ORDERED else feature
-    spot = out + target[None, :] * out_stride + place[:, None]
-    tl.store(spot, total.to(out.dtype.element_ty), mask=(feature < size_out)[:, None] & real[None, :])
+    store_results(total, factor, target, real, out, out_stride, size_out, OUT, ROWS, UP, ACTIVATION, ORDERED=UP)
 
 
 def byte_tile_products(
@@ -163,7 +147,6 @@ def byte_tile_products(
     how: ExpertTiling,
     *,
     activation: ExpertActivation | None = None,
-    ordered: bool = False,
     pdl: bool = False,
 ) -> None:
     """Multiply by the weights of the chosen experts, as `tile_products` of tiles.py does.
@@ -174,10 +157,9 @@ def byte_tile_products(
         bias_XL: Biases of the lines of each expert's weight, float32, contiguous, or None.
         chosen: Choices.
         lists: Lists of the choices.
-        out_PO: Output, contiguous.
-        how: Division of the work; its block is not used.
+        out_PO: Output, contiguous; of gates and ups in the order of the codes.
+        how: Division of the work.
         activation: Activation of gates, or None.
-        ordered: Whether outputs are written in the order of codes.
         pdl: Whether to use programmatic dependent launch.
     """
     size_out, size_in, is_up = out_PO.shape[1], weight.shape[1], activation is not None
@@ -185,8 +167,8 @@ def byte_tile_products(
     _byte_expert_tiles_kernel[(len(lists.tiles_T3), triton.cdiv(size_out, how.lines // (2 if is_up else 1)))](
         x, memory, x if bias_XL is None else bias_XL, chosen, lists, out_PO, size_out, size_in, x.stride(0),
         out_PO.stride(0),
-        K=chosen.ids_NK.shape[1], ROWS=lists.rows, LINES=how.lines, BLOCK=_BLOCK, GROUP=group, SHARE=share, UP=is_up,
-        ACTIVATION=activation, BIAS=bias_XL is not None, ORDERED=ordered, PDL=pdl,
+        K=chosen.ids_NK.shape[1], ROWS=lists.rows, LINES=how.lines, BLOCK=how.block, GROUP=group, SHARE=share, UP=is_up,
+        ACTIVATION=activation, BIAS=bias_XL is not None, PDL=pdl,
         num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -32,7 +32,7 @@ _LINES, _WARPS = 4, 4
 
 @triton.jit
 def _column_of(place):
-    """Return the column whose code lies at a place, the inverse of `byte_of`."""
+    """Return the column whose code lies at a place, the inverse of `byte_of` of memory.py."""
     inside = place % 16
     return place - inside + inside // 4 * 2 + inside % 2 * 8 + inside % 4 // 2
 

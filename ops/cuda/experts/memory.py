@@ -7,7 +7,7 @@ import triton.language as tl
 
 from headrace.ops.cuda.codes.numbers import CodeMemory
 
-__all__ = ["of_expert"]
+__all__ = ["byte_of", "of_expert"]
 
 
 @triton.jit
@@ -24,3 +24,10 @@ def of_expert(memory, pitches, expert):
         memory.pitch,
         memory.constant,
     )
+
+
+@triton.jit
+def byte_of(column):
+    """Return the place of a column's code of 8 bits: each 16 lie as 0, 8, 1, 9, then 2, 10, 3, 11 and so on."""
+    inside = column % 16
+    return column - inside + (inside % 8) // 2 * 4 + inside // 8 + inside % 2 * 2

@@ -90,12 +90,13 @@ class TileExpertsRun(_Run):
         self._room.chain.note(self._rest)
         choose(logits_SNX, routing, weights.correction_X, chosen, lists, padding=padding, pdl=pdl)
         act_PF = torch.empty(pairs, weights.down.shape[1], dtype=x_NE.dtype, device=device)
-        multiply = self._multiply_bytes if in_bytes else self._multiply
         x_NE = in_byte_order(x_NE, pdl=pdl) if in_bytes else x_NE
-        multiply(x_NE, weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF, weights.activation)
+        self._multiply(
+            x_NE, weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF, in_bytes, weights.activation
+        )
         dtype = torch.float32 if len(x_NE) <= _EXACT_ROWS else x_NE.dtype
         results_PE = torch.empty(pairs, out_NE.shape[1], dtype=dtype, device=device)
-        multiply(act_PF, weights.down, weights.down_bias_XE, chosen, lists, results_PE)
+        self._multiply(act_PF, weights.down, weights.down_bias_XE, chosen, lists, results_PE, in_bytes)
         combine(results_PE, chosen, out_NE, pdl=pdl)
 
     def _multiply(
@@ -106,25 +107,14 @@ class TileExpertsRun(_Run):
         chosen: Choices,
         lists: Lists,
         out_PO: Tensor,
+        in_bytes: bool,
         activation: ExpertActivation | None = None,
     ) -> None:
-        if weight.kind is not None:
+        rows, arch = lists.rows, self._room.scratch.arch
+        if weight.kind is not None and not in_bytes:
             coded_tile_products(x, weight, bias_XL, chosen, lists, out_PO, activation=activation, pdl=self._pdl)
             return
-        how = tiling(lists.rows, self._room.scratch.arch)
-        tile_products(x, weight, bias_XL, chosen, lists, out_PO, how, activation=activation, pdl=self._pdl)
-
-    def _multiply_bytes(
-        self,
-        x: Tensor,
-        weight: Arena,
-        bias_XL: Tensor | None,
-        chosen: Choices,
-        lists: Lists,
-        out_PO: Tensor,
-        activation: ExpertActivation | None = None,
-    ) -> None:
-        byte_tile_products(
-            x, weight, bias_XL, chosen, lists, out_PO, byte_tiling(lists.rows, self._room.scratch.arch),
-            activation=activation, ordered=activation is not None, pdl=self._pdl,
-        )  # fmt: skip
+        multiply, how = (
+            (byte_tile_products, byte_tiling(rows, arch)) if in_bytes else (tile_products, tiling(rows, arch))
+        )
+        multiply(x, weight, bias_XL, chosen, lists, out_PO, how, activation=activation, pdl=self._pdl)
