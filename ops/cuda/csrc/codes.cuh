@@ -28,9 +28,9 @@ constexpr int kScaleBytes = kCodes == kE4m3 ? 4 : 2;
 
 // The scales of a weight, and its zero points: of each line [lines], or of groups [groups, pitch].
 struct Scales {
-  const uint8_t* scales;
-  const uint8_t* zeros;
-  int pitch;  // scales from one group to the next
+  CUtensorMap of_groups;  // bytes: [groups, 1, lines], or of gates and ups [groups, 2, features]
+  CUtensorMap zeros;      // the same
+  const float* of_lines;
   bool half;  // 16-bit scales are float16
 };
 
@@ -122,20 +122,29 @@ inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, i
 
 #if ROWS < 64
 
-// Loads 16 inner elements of all rows from their lines, as the second operand of `multiply_rows`.
-inline __device__ void load_rows(uint32_t (&to)[kRows / 8][2], uint32_t lines, int step, int lane) {
+// Loads 64 inner elements of 8 * kEights rows from their lines, for four products of 16: second operands of
+// `multiply_rows`.
+template <int kEights>
+inline __device__ void load_rows(uint32_t (&to)[4][kEights][2], uint32_t lines, int lane) {
+  constexpr bool kOne = kEights == 1;  // then four matrices are two steps, or else 16 rows of one
 #pragma unroll
-  for (int eight = 0; eight < kRows / 8; eight += 2) {
-    uint32_t found[4];
-    load_matrices(found, lines + (eight * 8 + lane / 16 * 8 + lane % 8) * 128 + (((step * 2 + lane / 8 % 2) ^ (lane % 8)) << 4));
-    to[eight][0] = found[0], to[eight][1] = found[1], to[eight + 1][0] = found[2], to[eight + 1][1] = found[3];
+  for (int step = 0; step < 4; step += kOne ? 2 : 1) {
+#pragma unroll
+    for (int eight = 0; eight < kEights; eight += 2) {
+      uint32_t found[4];
+      const int row = (kOne ? 0 : eight * 8 + lane / 16 * 8) + lane % 8, part = step * 2 + (kOne ? lane / 8 : lane / 8 % 2);
+      load_matrices(found, lines + row * 128 + ((part ^ (lane % 8)) << 4));
+      auto& others = kOne ? to[step + 1][0] : to[step][eight + 1];
+      to[step][eight][0] = found[0], to[step][eight][1] = found[1], others[0] = found[2], others[1] = found[3];
+    }
   }
 }
 
 // sum = a b^T over 16 inner elements of a warp's 16 lines, which is added to what it was if `adds`. Sums lie as wgmma's do.
-inline __device__ void multiply_rows(float (&sum)[kSums], const uint32_t (&a)[4], const uint32_t (&b)[kRows / 8][2], bool adds) {
+template <int kEights>
+inline __device__ void multiply_rows(float (&sum)[kSums], const uint32_t (&a)[4], const uint32_t (&b)[kEights][2], bool adds) {
 #pragma unroll
-  for (int eight = 0; eight < kRows / 8; ++eight) {
+  for (int eight = 0; eight < kEights; ++eight) {
     float* own = sum + eight * 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) own[i] = adds ? own[i] : 0.f;
@@ -160,28 +169,12 @@ inline __device__ void multiply_codes(float (&sum)[kSums], const uint32_t (&a)[4
 
 // --- scales
 
-inline __device__ void fetch_bytes(void* target, const uint8_t* source, int bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(target)),
-               "l"(source), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-}
+inline __device__ void fetch_box(void* target, const CUtensorMap* map, int inner, int middle, int outer, uint64_t* barrier,
+                                 uint64_t policy);
 
-// Fetches numbers of `kEach` bytes of the lines of a tile, gates before ups, in group after group.
+// Bytes of a tile's numbers of a group, of `kEach` bytes for `kShare` lines: of one of its halves, gates or ups.
 template <class S, int kEach, int kShare>
-inline __device__ void fetch_numbers(uint8_t* target, const uint8_t* source, int pitch, int size_out, int tile,
-                                     int chunk, uint64_t* filled) {
-  constexpr int kCount = S::kBlocks * kBlock / kShare, kHalves = S::kGated ? 2 : 1, kPart = kCount / kHalves;
-#pragma unroll
-  for (int group = 0; group < S::kGroups; ++group) {
-    const uint8_t* from = source + static_cast<int64_t>(chunk * S::kGroups + group) * pitch * kEach;
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      fetch_bytes(target + (group * kCount + half * kPart) * kEach,
-                  from + (half * (size_out / kShare) + tile * kPart) * kEach, kPart * kEach, filled);
-    }
-  }
-}
+constexpr int kPartBytes = S::kBlocks * kBlock / kShare / (S::kGated ? 2 : 1) * kEach;
 
 // The numbers of a thread's two lines of a block, 16 w + g and 8 further.
 template <class S, class Number, int kShare>
@@ -242,7 +235,7 @@ struct LineScales {
                                    : (first + block) * kBlock + 16 * warp + g + 8 * i;
         const bool exists = kGroup == 0 && line < size_out;
         const int place = S::kGated && i == 1 ? size_out + line : line;
-        of[block][i] = exists ? __ldg(reinterpret_cast<const float*>(with.scales) + place) : 0.f;
+        of[block][i] = exists ? __ldg(with.of_lines + place) : 0.f;
       }
     }
   }
@@ -260,13 +253,14 @@ struct LineScales {
 
 // Fetches the scales and zero points of a chunk's groups.
 template <class S>
-inline __device__ void fetch_scales(const Scales& with, uint8_t* slot, int size_out, int tile, int chunk,
-                                    uint64_t* filled) {
+inline __device__ void fetch_scales(const Scales& with, uint8_t* slot, int tile, int chunk, uint64_t* filled) {
   if constexpr (kGroup > 0) {
     uint8_t* target = slot + S::kScalesAt;
-    fetch_numbers<S, kScaleBytes, kScaleLines>(target, with.scales, with.pitch, size_out, tile, chunk, filled);
+    fetch_box(target, &with.of_groups, tile * kPartBytes<S, kScaleBytes, kScaleLines>, 0, chunk * S::kGroups, filled,
+              kReadOnce);
     if constexpr (kZeros) {
-      fetch_numbers<S, 1, 1>(target + S::kScaleBytesOf, with.zeros, with.pitch, size_out, tile, chunk, filled);
+      fetch_box(target + S::kScaleBytesOf, &with.zeros, tile * kPartBytes<S, 1, 1>, 0, chunk * S::kGroups, filled,
+                kReadOnce);
     }
   }
 }
@@ -280,7 +274,7 @@ struct LineScales {
 };
 
 template <class S>
-inline __device__ void fetch_scales(const Scales&, uint8_t*, int, int, int, uint64_t*) {}
+inline __device__ void fetch_scales(const Scales&, uint8_t*, int, int, uint64_t*) {}
 
 #endif
 
@@ -294,25 +288,38 @@ inline CUtensorMap weights_of(const TensorView& weight, int lines) {
                    {static_cast<uint64_t>(weight.stride(0))}, {kLineUnits, static_cast<uint32_t>(lines)}, true);
 }
 
-// `most_lines`: of all tiles; who reads the last tile reads that far.
-inline Scales scales_of(const TensorView& scales, const TensorView& zeros, int64_t lines, int64_t chunks,
-                        int64_t groups_of_chunk, int64_t most_lines) {
+#if CODES
+
+// The map of numbers of groups, of which a chunk's groups and a tile's lines are fetched at once.
+template <class S, int kEach, int kShare>
+CUtensorMap groups_of(const TensorView& numbers, uint64_t lines) {
+  constexpr uint32_t kHalves = S::kGated ? 2 : 1;
+  const uint64_t pitch = numbers.size(1) * kEach, part = S::kGated ? lines / 2 / kShare * kEach : pitch;
+  return map_of<3>(numbers, {part, kHalves, static_cast<uint64_t>(numbers.size(0))}, {part, pitch},
+                   {kPartBytes<S, kEach, kShare>, kHalves, S::kGroups}, true, false);
+}
+
+#endif
+
+template <class S>
+Scales scales_of(const TensorView& scales, const TensorView& zeros, int64_t lines, int64_t inputs) {
   Scales found{};
-  if constexpr (!kCoded) return found;
-  found.scales = static_cast<const uint8_t*>(scales.data_ptr());
+#if CODES
   if constexpr (kGroup == 0) {
     require(scales.numel() == lines && scales.dtype().bits == 32, "scales of another number of lines");
-    return found;
+    found.of_lines = static_cast<const float*>(scales.data_ptr());
+  } else {
+    require(scales.ndim() == 2 && scales.size(0) * kGroup >= inputs, "scales of too few groups");
+    require(scales.size(1) * kScaleLines >= lines, "scales of too few lines");
+    require(scales.dtype().bits == kScaleBytes * 8, "scales of another dtype");
+    found.of_groups = groups_of<S, kScaleBytes, kScaleLines>(scales, lines);
+    found.half = scales.dtype().code == kDLFloat && scales.dtype().bits == 16;
+    if constexpr (kZeros) {
+      require(zeros.ndim() == 2 && zeros.size(0) == scales.size(0) && zeros.size(1) == scales.size(1), "other zero points");
+      found.zeros = groups_of<S, 1, 1>(zeros, lines);
+    }
   }
-  require(scales.ndim() == 2 && scales.size(0) >= chunks * groups_of_chunk, "scales of too few groups");
-  require(scales.size(1) * kScaleLines >= most_lines, "scales of too few lines");
-  require(scales.dtype().bits == kScaleBytes * 8 && scales.size(1) * kScaleBytes % 16 == 0, "scales of another dtype");
-  found.pitch = static_cast<int>(scales.size(1));
-  found.half = scales.dtype().code == kDLFloat && scales.dtype().bits == 16;
-  if constexpr (kZeros) {
-    require(zeros.ndim() == 2 && zeros.size(0) == scales.size(0) && zeros.size(1) == scales.size(1), "other zero points");
-    found.zeros = static_cast<const uint8_t*>(zeros.data_ptr());
-  }
+#endif
   return found;
 }
 

@@ -213,23 +213,25 @@ __global__ void __launch_bounds__(kThreads, 1) even_heads(const __grid_constant_
   const Chunks<S> ring(slots, filled, emptied);
   const Exchange<S> exchange{staged, &arrived, &taken};
   const UpdateSpace<S> space(slots + S::kSlots * S::kSlotBytes, &high_filled, &high_emptied);
-  set_up(ring, exchange, space, thread);
-  if (thread < kMultipliers) {
+  const int warp = same_in_warp(thread / 32);
+  const auto fetch = [&](uint8_t* slot, int head, int chunk, uint64_t* filled) {
+    fetch_scales<S>(with.scales, slot, head, chunk, filled);
+#pragma unroll
+    for (int line = 0; line < S::kLines; ++line) {
+      fetch_lines(slot + line * S::kBlocks * kBlockBytes, &with.weight, (chunk * S::kLines + line) * kLineUnits,
+                  head * kHead, filled, kReadOnce);
+    }
+  };
+  set_up(with, ring, exchange, space, warp, fetch);
+  if (warp < kMultipliers / 32) {
     multiply(with, ring, exchange, Update<S>(with, space, thread), factors, thread);
-  } else if (thread < kMultipliers + 32) {
-    if (thread == kMultipliers) {
+  } else if (warp == kMultipliers / 32) {
+    if (is_elected()) {
       const auto find = [&](int head) {
         const HeadModule module(with, head);
         return Low{module.a, module.rank};
       };
-      stream(with, ring, [&](uint8_t* slot, int head, int chunk, uint64_t* filled) {
-        fetch_scales<S>(with.scales, slot, 0, head, chunk, filled);
-#pragma unroll
-        for (int line = 0; line < S::kLines; ++line) {
-          fetch_lines(slot + line * S::kBlocks * kBlockBytes, &with.weight, (chunk * S::kLines + line) * kLineUnits,
-                      head * kHead, filled, kReadOnce);
-        }
-      }, LowLines<S, decltype(find)>(with.adapter, find, INT_MAX));
+      stream(with, ring, fetch, LowLines<S, decltype(find)>(with.adapter, find, INT_MAX));
     }
     __syncwarp();
   } else {
@@ -246,7 +248,7 @@ void run_even_heads(TensorView x, TensorView weight, TensorView scales, TensorVi
                     TensorView arena, TensorView modules, TensorView adapters_of) {
   Arguments with{};
   with.weight = weights_of(weight, kHead);
-  with.x = lines_of(x, kRows);
+  with.x = inputs_of(x, kRows, S::kInputs);
   with.squares_in = scaled ? static_cast<const float*>(squares_in.data_ptr()) : nullptr;
   with.q = static_cast<Element*>(q.data_ptr());
   with.kv = static_cast<uint8_t*>(kv.data_ptr());
@@ -268,7 +270,7 @@ void run_even_heads(TensorView x, TensorView weight, TensorView scales, TensorVi
   with.k_scale = static_cast<float>(k_scale), with.v_scale = static_cast<float>(v_scale);
   with.eps = static_cast<float>(eps);
   with.adapter = adapter_of<S>(arena, modules, adapters_of, with);
-  with.scales = scales_of(scales, zeros, weight.size(0), with.chunks, S::kGroups, weight.size(0));
+  with.scales = scales_of<S>(scales, zeros, weight.size(0), with.size_in);
   require(with.rows <= kRows, "too many rows");
   require(with.size_in % kLine == 0 && weight.size(1) == with.size_in / kLine * kLineUnits / kAcross, "a weight of another shape");
   require(kv.size(4) == kHead && lies(kv, 3, kHead) && lies(q, 0, q.size(1)), "heads of another shape");

@@ -29,9 +29,11 @@ struct Arguments : Inputs {
   int64_t out_stride;
 };
 
-// Lines of a chunk. More inputs of codes of 4 bits have room in shared memory without updates, and for few rows.
+// Lines of a chunk. More inputs of codes of 4 bits have room in shared memory without updates, and for few rows; of 64 rows
+// and one block, inputs leave room for a deeper ring of single lines.
 constexpr int lines_of_chunk(int blocks) {
   if (!kCoded) return 2 / blocks;
+  if (blocks == 1 && kRows == 64 && kGroup == 0) return 1;
   return (blocks == 2 && kCodes == kInt4 && kRows < 64 && RANKS == 0 ? 8 : 4) / kAcross;
 }
 
@@ -81,7 +83,7 @@ __device__ void fetch_gated(void* target, const CUtensorMap* map, int inner, int
 
 template <class S>
 __device__ void fetch_weights(const Arguments& with, uint8_t* slot, int tile, int chunk, uint64_t* filled) {
-  fetch_scales<S>(with.scales, slot, with.size_out, tile, chunk, filled);
+  fetch_scales<S>(with.scales, slot, tile, chunk, filled);
 #pragma unroll
   for (int line = 0; line < S::kLines; ++line) {
     const int inner = (chunk * S::kLines + line) * kLineUnits;
@@ -306,16 +308,18 @@ __global__ void __launch_bounds__(kThreads, kCoded ? 1 : 3 - S::kBlocks) even_li
   const Chunks<S> ring(slots, filled, emptied);
   const Exchange<S> exchange{staged, &arrived, &taken};
   const UpdateSpace<S> space(slots + S::kSlots * S::kSlotBytes, &high_filled, &high_emptied);
-  set_up(ring, exchange, space, thread);
-  if (thread < kMultipliers) {
+  const int warp = same_in_warp(thread / 32);
+  const auto fetch = [&](uint8_t* slot, int tile, int chunk, uint64_t* filled) {
+    fetch_weights<S>(with, slot, tile, chunk, filled);
+  };
+  set_up(with, ring, exchange, space, warp, fetch);
+  if (warp < kMultipliers / 32) {
     multiply(with, ring, exchange, Update<S>(with, space, thread), factors, thread);
-  } else if (thread < kMultipliers + 32) {
-    if (thread == kMultipliers) {
+  } else if (warp == kMultipliers / 32) {
+    if (is_elected()) {
       const Low low = find_low<S>(with);
       const auto find = [&](int) { return low; };
-      stream(with, ring, [&](uint8_t* slot, int tile, int chunk, uint64_t* filled) {
-        fetch_weights<S>(with, slot, tile, chunk, filled);
-      }, LowLines<S, decltype(find)>(with.adapter, find, Cursor<S::kSplits>(with).once(with)));
+      stream(with, ring, fetch, LowLines<S, decltype(find)>(with.adapter, find, Cursor<S::kSplits>(with).once(with)));
     }
     __syncwarp();
   } else {
@@ -341,12 +345,11 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, cons
             const TensorView& zeros, const TensorView& planes, const TensorView& counters, const Adapter& adapter,
             bool pdl) {
   with.weight = S::kGated ? gated_lines_of(weight, S::kBlocks * kBlock) : weights_of(weight, S::kBlocks * kBlock);
-  with.x = lines_of(x, kRows);
+  with.x = inputs_of(x, kRows, S::kInputs);
   with.adapter = adapter_of<S>(adapter.arena, adapter.modules, adapter.slots_of, with);
   with.chunks = (with.size_in / kLine + S::kInputs - 1) / S::kInputs;
   with.tiles = (with.size_out + S::kWide - 1) / S::kWide;
-  const int64_t lines = weight.size(0), most_lines = with.tiles * S::kWide + (S::kGated ? with.size_out : 0);
-  with.scales = scales_of(scales, zeros, lines, with.chunks, S::kGroups, most_lines);
+  with.scales = scales_of<S>(scales, zeros, weight.size(0), with.size_in);
   ClusterLaunch<even_linear<S>, S::kSplits> launch(x, kThreads, S::kDynamicBytes);
   const int clusters = S::kSplits == 1 ? min(with.tiles, launch.most) : few_clusters(with.tiles, launch.most);
   require(planes.numel() >= static_cast<int64_t>(clusters) * S::kTeamBlocks * kTeams * kBlock * kRows, "the partial sums are too small");

@@ -123,6 +123,7 @@ struct Shape {
   static constexpr int kDynamicBytes = kSlots * kSlotBytes + kUpdateBytes;
   static_assert(kSlots > 1, "a slot is free only once the next one is multiplied");
   static_assert(kTeamInputs * kTeamParts == kInputs, "warpgroups have equal parts");
+  static_assert(kGroup == 0 || kTeamInputs * kLine % kGroup == 0, "warpgroups have whole groups");
 
   static __device__ int first_block(int thread) { return kByBlocks ? thread / kTeam * kTeamBlocks : 0; }
   static __device__ int first_input(int thread) { return kByBlocks ? 0 : thread / kTeam * kTeamInputs; }
@@ -141,7 +142,7 @@ struct RowAdapter {
 // What is multiplied; the last kernel writes all of it but the weight and the adapter.
 struct Inputs {
   CUtensorMap weight;       // of `tiles` tiles
-  CUtensorMap x;            // [rows, size_in]
+  CUtensorMap x;            // [size_in / 64, rows, 64]
   const float* squares_in;  // null or [size_in / 64, rows]: of the norm whose factors `x` lacks
   RowAdapter adapter;
   Scales scales;
@@ -158,6 +159,21 @@ inline __device__ void fetch_lines(void* target, const CUtensorMap* map, int inn
       " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
       "l"(map), "r"(inner), "r"(row), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
+}
+
+// Of three dimensions, innermost first.
+inline __device__ void fetch_box(void* target, const CUtensorMap* map, int inner, int middle, int outer, uint64_t* barrier,
+                                 uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(target)),
+      "l"(map), "r"(inner), "r"(middle), "r"(outer), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// Begins to read a map, of whose place the copy engine otherwise learns with the first copy.
+inline __device__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Stores a sum, whose bytes `barrier` of the same block awaits: to release ordinary stores to a cluster takes a fence of the
@@ -218,22 +234,28 @@ struct Chunks : Ring<S::kSlots, S::kSlotBytes> {
 
 template <class S>
 inline __device__ void fetch_inputs(const Inputs& with, uint8_t* slot, int chunk, uint64_t* filled) {
-#pragma unroll
-  for (int line = 0; line < S::kInputs; ++line) {
-    fetch_lines(slot + S::kWeightBytes + line * kRows * 128, &with.x, (chunk * S::kInputs + line) * kLine, 0, filled,
-                kReadOften);
-  }
+  fetch_box(slot + S::kWeightBytes, &with.x, 0, 0, chunk * S::kInputs, filled, kReadOften);
 }
 
-// Fills the ring with chunk after chunk of a block's tiles: one thread. `low`: of A, whose place it takes a read to know.
-template <class S, class Fetch, class Low>
-inline __device__ void stream(const Inputs& with, Chunks<S> ring, const Fetch& fetch_weights, Low low) {
-  Cursor<S::kSplits> weights(with), inputs = weights, lows = weights;
-  const int count = weights.count(with), early = min(count, S::kSlots);
+// Begins to fill the ring with weights, as much as it holds: one thread, which has set up the ring.
+template <class S, class Fetch>
+inline __device__ void begin_stream(const Inputs& with, const Chunks<S>& ring, const Fetch& fetch_weights) {
+  prefetch_map(&with.x);
+  Cursor<S::kSplits> weights(with);
+  const int early = min(weights.count(with), S::kSlots);
   for (int i = 0; i < early; ++i, weights.advance()) {
     barrier_announce(ring.filled + i, S::kFetchedBytes);
     fetch_weights(ring.slots + i * S::kSlotBytes, weights.tile, weights.chunk, ring.filled + i);
   }
+}
+
+// Fills the ring with chunk after chunk of a block's tiles: the same thread. `low`: of A, whose place it takes a read to
+// know.
+template <class S, class Fetch, class Low>
+inline __device__ void stream(const Inputs& with, Chunks<S> ring, const Fetch& fetch_weights, Low low) {
+  Cursor<S::kSplits> weights(with), inputs = weights, lows = weights;
+  const int count = weights.count(with), early = min(count, S::kSlots);
+  for (int i = 0; i < early; ++i) weights.advance();
   for (int i = 0; i < early; ++i, lows.advance()) {
     barrier_expect(ring.filled + i, low.bytes(i, lows.tile));
     low.fetch(i, ring.slots + i * S::kSlotBytes, lows.chunk, ring.filled + i);
@@ -266,7 +288,7 @@ inline __device__ void clear(float (&sums)[kBlocks][kSums]) {
 // Adds the next `count` chunks to the sums; kWithLow: and to x A^T, which `low` is.
 template <bool kWithLow, class S, int kCount>
 inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&low)[kCount], Chunks<S>& ring, int count,
-                                  bool, int thread) {
+                                  bool, bool, int thread) {
   int behind = -1;
   for (int i = 0; i < count; ++i) {
     ring.wait_filled();
@@ -305,22 +327,22 @@ template <class S>
 using GroupSums = float[kGroup > 0 ? S::kTeamBlocks : 1][kSums];
 
 // Adds the sums of a group, scaled, to those of its block.
-template <class S>
+template <class S, int kEights = kRows / 8>
 inline __device__ void add_group(float (&to)[kSums], const float (&from)[kSums], const uint8_t* scales, bool half, int group,
                                  int block, int thread) {
   float scale[2];
   find_scales<S>(scale, scales, half, group, block, thread);
 #pragma unroll
-  for (int k = 0; k < kSums; ++k) to[k] += from[k] * scale[k / 2 % 2];
+  for (int k = 0; k < 4 * kEights; ++k) to[k] += from[k] * scale[k / 2 % 2];
 }
 
 #if ROWS < 64
 
 // Adds the next `count` chunks to the sums; kWithLow: and to x A^T, which `low` is. Each warp multiplies alone: products of
-// so few rows whose weights come from registers take twice as long by wgmma.
-template <bool kWithLow, class S, int kCount>
-inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&low)[kCount], Chunks<S>& ring, int count,
-                                  bool half, int thread) {
+// so few rows whose weights come from registers take twice as long by wgmma. The first 8 * kEights rows.
+template <bool kWithLow, int kEights, class S, int kCount>
+inline __device__ void add_rows(float (&sums)[S::kTeamBlocks][kSums], float (&low)[kCount], Chunks<S>& ring, int count,
+                                bool half, int thread) {
   const int lane = thread % 32, first = same_in_warp(thread);
   const int own_line = (thread % kTeam / 32 * 16 + lane % 16) * 128;  // that this thread names to ldmatrix
   const int first_block = S::first_block(first), first_input = S::first_input(first);
@@ -344,9 +366,8 @@ inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&
 #pragma unroll
     for (int own_part = 0; own_part < S::kTeamInputs; ++own_part) {  // of 64 columns
       const int part = first_input + own_part;
-      uint32_t rows[4][kRows / 8][2];
-#pragma unroll
-      for (int step = 0; step < 4; ++step) load_rows(rows[step], x + part * kRows * 128, step, lane);
+      uint32_t rows[4][kEights][2];
+      load_rows(rows, x + part * kRows * 128, lane);
 #pragma unroll
       for (int own_block = 0; own_block < S::kTeamBlocks; ++own_block) {
         const int block = first_block + own_block;
@@ -361,7 +382,7 @@ inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&
           if constexpr (kGroup > 0) {
             multiply_rows(group_sums[own_block], own.steps[step], rows[step], at % kGroupSteps != 0);
             if ((at + 1) % kGroupSteps == 0) {
-              add_group<S>(sums[own_block], group_sums[own_block], scales, half, (part * 4 + step) / kGroupSteps, block, thread);
+              add_group<S, kEights>(sums[own_block], group_sums[own_block], scales, half, (part * 4 + step) / kGroupSteps, block, thread);
             }
           } else {
             multiply_rows(sums[own_block], own.steps[step], rows[step], true);
@@ -375,12 +396,23 @@ inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&
   }
 }
 
+// `few`: of 8 rows at most.
+template <bool kWithLow, class S, int kCount>
+inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&low)[kCount], Chunks<S>& ring, int count,
+                                  bool half, bool few, int thread) {
+  if (kRows == 16 && few) {
+    add_rows<kWithLow, 1>(sums, low, ring, count, half, thread);
+  } else {
+    add_rows<kWithLow, kRows / 8>(sums, low, ring, count, half, thread);
+  }
+}
+
 #else
 
 // The same. One warpgroup converts codes while the products of the other run.
 template <bool kWithLow, class S, int kCount>
 inline __device__ void add_chunks(float (&sums)[S::kTeamBlocks][kSums], float (&low)[kCount], Chunks<S>& ring, int count,
-                                  bool half, int thread) {
+                                  bool half, bool, int thread) {
   const int lane = thread % 32, first = same_in_warp(thread);
   const int own_line = (thread % kTeam / 32 * 16 + lane % 16) * 128;  // that this thread names to ldmatrix
   const int first_block = S::first_block(first), first_input = S::first_input(first);
@@ -528,13 +560,18 @@ struct Exchange {
 };
 
 // Before the first use of any of them.
-template <class S, class Space>
-inline __device__ void set_up(const Chunks<S>& ring, const Exchange<S>& exchange, const Space& space, int thread) {
-  if (thread == 0) {
-    ring.set_up(kMultipliers / 32);
-    exchange.set_up();
-    space.set_up();
-    barriers_are_set_up();
+template <class S, class Space, class Fetch>
+inline __device__ void set_up(const Inputs& with, const Chunks<S>& ring, const Exchange<S>& exchange, const Space& space,
+                              int warp, const Fetch& fetch_weights) {
+  if (warp == kMultipliers / 32) {
+    if (is_elected()) {
+      ring.set_up(kMultipliers / 32);
+      exchange.set_up();
+      space.set_up();
+      barriers_are_set_up();
+      begin_stream(with, ring, fetch_weights);
+    }
+    __syncwarp();
   }
   __syncthreads();
   if constexpr (S::kSplits > 1) cluster_begins();

@@ -56,6 +56,14 @@ inline __device__ void barrier_wait(uint64_t* barrier, int parity) {
       : "memory");
 }
 
+// Whether this thread is the one of its warp, all of which is here, that acts for the others. The compiler then knows that
+// there is one, and hands it to the copy engine without asking each thread for its operands.
+inline __device__ bool is_elected() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(elected));
+  return elected != 0;
+}
+
 // Neither does anything in a launch that is not programmatically dependent.
 inline __device__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
 inline __device__ void wait_for_last_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

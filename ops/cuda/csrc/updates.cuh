@@ -132,8 +132,9 @@ struct Update {
   int left = 0, ranks = 0;             // chunks until all of x has passed
   bool uses[2], laid = false;         // whether they do whose x A^T this thread has
   const bool half;                     // scales of weights are float16
+  const bool few;                      // rows: 8 at most
 
-  __device__ Update(const Inputs& with, const UpdateSpace<S>& space, int thread) : space(space), half(with.scales.half) {
+  __device__ Update(const Inputs& with, const UpdateSpace<S>& space, int thread) : space(space), half(with.scales.half), few(with.rows <= 8) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = thread % kTeam / 32 * 16 + thread % 32 / 4 + i * 8;
@@ -152,18 +153,18 @@ struct Update {
   __device__ void sum_up(float (&sums)[S::kTeamBlocks][kSums], Chunks<S>& ring, int count, int thread) {
     clear(sums);
     if constexpr (!kUpdates) {
-      add_chunks<false>(sums, low, ring, count, half, thread);
+      add_chunks<false>(sums, low, ring, count, half, few, thread);
     } else if constexpr (S::kSplits > 1) {  // all come with A, or none
       if (left > 0) {
-        add_chunks<true>(sums, low, ring, count, half, thread);
+        add_chunks<true>(sums, low, ring, count, half, few, thread);
       } else {
-        add_chunks<false>(sums, low, ring, count, half, thread);
+        add_chunks<false>(sums, low, ring, count, half, few, thread);
       }
       left = 0;
     } else {
       const int now = min(left, count);
-      if (now > 0) add_chunks<true>(sums, low, ring, now, half, thread);
-      if (count > now) add_chunks<false>(sums, low, ring, count - now, half, thread);
+      if (now > 0) add_chunks<true>(sums, low, ring, now, half, few, thread);
+      if (count > now) add_chunks<false>(sums, low, ring, count - now, half, few, thread);
       left -= now;
     }
   }

@@ -162,7 +162,7 @@ using Encode = decltype(&cuTensorMapEncodeTiled);
 // what is fetched at once.
 template <int kDims>
 CUtensorMap map_of(const TensorView& matrix, const uint64_t (&sizes)[kDims], const uint64_t (&strides)[kDims - 1],
-                   const uint32_t (&box)[kDims], bool bytes = false) {
+                   const uint32_t (&box)[kDims], bool bytes = false, bool swizzled = true) {
   static const Encode encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult status;
@@ -174,8 +174,10 @@ CUtensorMap map_of(const TensorView& matrix, const uint64_t (&sizes)[kDims], con
   for (uint32_t& step : steps) step = 1;
   CUtensorMap map;
   const CUresult status = encode(&map, bytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kDims, matrix.data_ptr(), sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                                 swizzled ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   require(status == CUDA_SUCCESS, "a matrix that cannot be fetched in tiles");
   return map;
 }
@@ -183,6 +185,13 @@ CUtensorMap map_of(const TensorView& matrix, const uint64_t (&sizes)[kDims], con
 inline CUtensorMap lines_of(const TensorView& matrix, int rows) {
   return map_of<2>(matrix, {static_cast<uint64_t>(matrix.size(1)), static_cast<uint64_t>(matrix.size(0))},
                    {matrix.stride(0) * sizeof(Element)}, {kLine, static_cast<uint32_t>(rows)});
+}
+
+// Of all rows, some lines at once.
+inline CUtensorMap inputs_of(const TensorView& matrix, int rows, int lines) {
+  return map_of<3>(matrix, {kLine, static_cast<uint64_t>(matrix.size(0)), static_cast<uint64_t>(matrix.size(1) / kLine)},
+                   {matrix.stride(0) * sizeof(Element), kLine * sizeof(Element)},
+                   {kLine, static_cast<uint32_t>(rows), static_cast<uint32_t>(lines)});
 }
 
 // A launch of `kKernel` in clusters of `kBlocks` blocks, each block with a multiprocessor to itself.
