@@ -156,8 +156,8 @@ def test_all_processes_may_be_killed_at_once(echo: Path) -> None:
 
     def use(child: Child) -> bytes | None:
         if not killed.is_set():
-            barrier.wait(20)
-            killed.wait(20)
+            barrier.wait(60)
+            killed.wait(60)
         return ask(child)
 
     def ask_one() -> None:
@@ -173,7 +173,7 @@ def test_all_processes_may_be_killed_at_once(echo: Path) -> None:
         threads = [threading.Thread(target=ask_one) for _ in range(6)]
         for thread in threads:
             thread.start()
-        barrier.wait(20)
+        barrier.wait(60)
         for child in started:
             child._process.kill()
         killed.set()

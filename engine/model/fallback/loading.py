@@ -7,6 +7,7 @@ refused, as everywhere in headrace.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from headrace.engine.model.checkpoint.parameters import Empty
 from headrace.engine.model.fallback.config import ModelClass
 from headrace.engine.model.fallback.interface import ATTENTION
 
-__all__ = ["check_files", "evaluating", "load_module", "made", "moved", "random_module"]
+__all__ = ["check_files", "check_finite", "evaluating", "load_module", "made", "moved", "random_module"]
 
 _ADAPTER = "adapter_config.json"
 _MAKERS = frozenset(("empty", "zeros", "ones", "rand", "randn"))
@@ -49,7 +50,7 @@ def load_module(found: ModelClass, folder: Path, dtype: torch.dtype) -> PreTrain
     """Return the module of a model with the weights in `folder`, on the CPU in `dtype`.
 
     Raises:
-        ModelRejected: A file is missing or damaged, or a tensor is missing, left over, of another shape or not finite.
+        ModelRejected: A file is missing or damaged, or a tensor is missing, left over or of another shape.
     """
     check_files(folder)
     try:
@@ -76,7 +77,6 @@ def load_module(found: ModelClass, folder: Path, dtype: torch.dtype) -> PreTrain
         if names:
             shown = ", ".join(names[:5])
             raise ModelRejected(f"weights: {problem.replace('_', ' ')}: {plain(shown)}", field=names[0])
-    _check_finite(model)
     return evaluating(model)
 
 
@@ -104,15 +104,20 @@ def evaluating(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def moved(model: PreTrainedModel, device: torch.device, empty: Empty) -> PreTrainedModel:
-    """Put the weights of a module, one after the other, into tensors of `empty`, and what it computed on `device`."""
+    """Put the weights of a module, one after the other, into tensors of `empty`, and what it computed on `device`.
+
+    Raises:
+        ModelRejected: A tensor is not finite.
+    """
     copies: dict[Tensor, nn.Parameter] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if parameter not in copies:
                 there = empty(parameter.shape, parameter.dtype)
                 there.copy_(parameter.detach())
+                _check_finite(f"{path}.{name}" if path else name, there)  # there, since a GPU reads memory faster
                 copies[parameter] = nn.Parameter(there, requires_grad=False)
             module._parameters[name] = copies[parameter]
         for name, buffer in module._buffers.items():
@@ -165,7 +170,19 @@ def _quietly() -> Iterator[None]:
             show()
 
 
-def _check_finite(model: nn.Module) -> None:
+def check_finite(model: nn.Module) -> None:
+    """Refuse a module whose weights are not all finite.
+
+    Raises:
+        ModelRejected: A tensor is not finite.
+    """
     for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter.detach()).all()):
-            raise ModelRejected(f"{name}: holds numbers that are not finite", field=name)
+        _check_finite(name, parameter.detach())
+
+
+def _check_finite(name: str, tensor: Tensor) -> None:
+    if not tensor.numel():
+        return
+    least, most = tensor.aminmax()
+    if not math.isfinite(float(least) + float(most)):
+        raise ModelRejected(f"{name}: holds numbers that are not finite", field=name)

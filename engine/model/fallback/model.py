@@ -18,7 +18,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.model.checkpoint.parameters import Empty
 from headrace.engine.model.checkpoint.weight_parts import WeightSum
 from headrace.engine.model.fallback.config import ModelClass, model_class
-from headrace.engine.model.fallback.loading import load_module, moved, random_module
+from headrace.engine.model.fallback.loading import check_finite, load_module, moved, random_module
 from headrace.engine.model.fallback.network import FallbackDecoder
 from headrace.engine.model.fallback.tracing import Traced, build_blank, embedding_of, trace
 from headrace.engine.model.network.foreign import ForeignModel, ForeignOps
@@ -115,7 +115,9 @@ class FallbackModel(ForeignModel):
         The other arguments and the errors are those of `ForeignModel.open`.
         """
         module = self._module(dtype)
-        if empty is not None:
+        if empty is None:
+            check_finite(module)
+        else:
             module = moved(module, device, empty)
         preferred = activations if self.packs else None
         return FallbackDecoder(self._spec, module, self.traced.modules, ops, positions, activations=preferred)
