@@ -40,7 +40,9 @@ class Hessian:
         self.sum_II.addmm_(x_NI.T, x_NI)
 
 
-def gptq(weight: Stored, hessian: Hessian, method: Method, *, symmetric: bool = False) -> Stored:
+def gptq(
+    weight: Stored, hessian: Hessian, method: Method, *, symmetric: bool = False, group: int | None = None
+) -> Stored:
     """Return a dense matrix [out, in] quantised, on its own device, so that its products with the inputs change little.
 
     The format is that of `quantise`, and so are the scales of 8 bits. A matrix whose inputs are no whole groups stays
@@ -49,14 +51,14 @@ def gptq(weight: Stored, hessian: Hessian, method: Method, *, symmetric: bool = 
     Raises:
         ValueError: The Hessian is not finite.
     """
-    format = format_for(method, weight.shape[-1], symmetric=symmetric)
+    format = format_for(method, weight.shape[-1], symmetric=symmetric, group=group)
     if format is None:
         return weight
     order_I = hessian.sum_II.diagonal().argsort(descending=True, stable=True)
     factor_II = _factor(hessian.sum_II.double()[order_I][:, order_I])
     importance_I = torch.empty_like(factor_II[0])
     importance_I[order_I] = factor_II.diagonal().square().reciprocal_()
-    start = quantise(weight, method, symmetric=symmetric, importance_I=importance_I)
+    start = quantise(weight, method, symmetric=symmetric, group=group, importance_I=importance_I)
     left_OI = weight.parts["values"].float()[:, order_I]
     codes_OI = torch.empty_like(left_OI)
     scale_OI, zero_OI = _grid(start, order_I)

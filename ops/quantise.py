@@ -18,9 +18,11 @@ from headrace.ops.groups import fitted, nearest
 from headrace.ops.quantised import Fp8, IntGroups, pack_nibbles
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import Tensor
 
-__all__ = ["GROUPS", "Method", "format_for", "quantise"]
+__all__ = ["GROUPS", "Method", "common_group", "format_for", "quantise"]
 
 Method: TypeAlias = Literal["fp8", "int8", "int4"]
 """Way to quantise: 8-bit floats or integers with a scale for each output, or 4-bit integers in groups."""
@@ -31,17 +33,26 @@ _CPU_BLOCK_ELEMENTS = 1 << 17  # which a core caches
 _DEVICE_BLOCK_ELEMENTS = 1 << 24
 
 
-def quantise(weight: Stored, method: Method, *, symmetric: bool = False, importance_I: Tensor | None = None) -> Stored:
+def quantise(
+    weight: Stored,
+    method: Method,
+    *,
+    symmetric: bool = False,
+    group: int | None = None,
+    importance_I: Tensor | None = None,
+) -> Stored:
     """Return a dense matrix [out, in] quantised, on its own device; it stays dense if its inputs are no whole groups.
 
     Args:
         weight: The matrix, in the format `Dense`.
         method: The way to quantise.
         symmetric: Whether groups of 4-bit integers have no zero points.
+        group: Inputs of a group of 4-bit integers; None for the first of `GROUPS` that divides the inputs.
         importance_I: How much an error in each input's column counts for the groups of 4-bit integers, float32 [in];
             None to judge by the weights alone.
     """
-    values_OI, format = weight.parts["values"], format_for(method, weight.shape[-1], symmetric=symmetric)
+    values_OI = weight.parts["values"]
+    format = format_for(method, weight.shape[-1], symmetric=symmetric, group=group)
     if format is None:
         return weight
     if values_OI.is_meta:  # has a format and a shape alone
@@ -51,14 +62,26 @@ def quantise(weight: Stored, method: Method, *, symmetric: bool = False, importa
     return _int8(values_OI, format) if format.bits == _BITS else _int4(values_OI, format, importance_I)
 
 
-def format_for(method: Method, size_in: int, *, symmetric: bool = False) -> Fp8 | IntGroups | None:
-    """Return the format of a quantised matrix with `size_in` inputs; None if they are no whole groups."""
+def format_for(
+    method: Method, size_in: int, *, symmetric: bool = False, group: int | None = None
+) -> Fp8 | IntGroups | None:
+    """Return the format of a quantised matrix with `size_in` inputs; None if they are no whole groups.
+
+    Arguments are those of `quantise`.
+    """
     if method == "fp8":
         return Fp8()
     if method == "int8":
         return IntGroups(_BITS, None, scale=torch.float32)
-    group = next((size for size in GROUPS if size_in % size == 0), None)
-    return None if group is None else IntGroups(4, group, zeros=not symmetric, scale=torch.float16)
+    found = next((size for size in (GROUPS if group is None else (group,)) if size_in % size == 0), None)
+    return None if found is None else IntGroups(4, found, zeros=not symmetric, scale=torch.float16)
+
+
+def common_group(sizes: Collection[int]) -> int:
+    """Return the largest size of groups that divides all numbers of inputs, but for those that no size divides."""
+    smallest = min(GROUPS)
+    whole = [size for size in sizes if size % smallest == 0]
+    return next((group for group in GROUPS if all(size % group == 0 for size in whole)), smallest)
 
 
 def _blocks(values_OI: Tensor) -> list[slice]:

@@ -9,10 +9,11 @@ import quantised_checkpoints
 import tiny_models
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from headrace.engine.model.quantising.run import Report, quantise_folder
 
-__all__ = ["Told", "contents", "copied", "dense_folder", "sequences"]
+__all__ = ["Told", "contents", "copied", "dense_folder", "sequences", "unstack"]
 
 
 class Told:
@@ -50,6 +51,21 @@ def dense_folder(
     (folder / "onnx").mkdir()
     (folder / "onnx" / "model.onnx").write_bytes(b"0")
     return folder
+
+
+def unstack(file: Path) -> None:
+    """Give each expert of a file that transformers has just made the tensors of its own that published models have."""
+    found = {}
+    for name, tensor in load_file(file).items():
+        place, _, kind = name.rpartition(".")
+        if place.endswith(".experts"):
+            kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for expert, matrix in enumerate(tensor):
+                parts = zip(kinds, matrix.chunk(len(kinds)), strict=True)
+                found |= {f"{place}.{expert}.{each}.weight": rows.clone() for each, rows in parts}
+        else:
+            found[name] = tensor
+    save_file(found, file, metadata={"format": "pt"})
 
 
 def sequences(count: int = 12, tokens: int = 40, most: int = 90) -> torch.Tensor:

@@ -43,7 +43,7 @@ def quantize(
         Literal["fp8", "int8", "int4"],
         typer.Option(
             help="fp8: 8-bit floats. int8: 8-bit integers. Both with a scale for each output. int4: 4-bit integers in "
-            "groups of 128 inputs, or of 64 or 32 where 128 does not divide.",
+            "groups of 128 inputs, or of 64 or 32 where 128 does not divide the inputs of every layer.",
         ),
     ],
     data: Annotated[
@@ -57,8 +57,22 @@ def quantize(
     sequences: Annotated[int, typer.Option(help="Most sequences of tokens to take from the data.", min=1)] = 128,
     sequence_tokens: Annotated[int, typer.Option(help="Tokens of a sequence.", min=2)] = 512,
     symmetric: Annotated[
-        bool, typer.Option("--symmetric", help="Groups of int4 without zero points, which more programs read.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--symmetric/--zero-points",
+            help="Groups of int4 without zero points, or with them. Left out, models with experts alone have none, "
+            "since other programs read no zero points of experts.",
+            show_default=False,
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="32|64|128",
+            help="Inputs of a group of int4: fewer lose less and take more memory. Left out, the largest that divides "
+            "the inputs of every layer.",
+        ),
+    ] = None,
     quantize_head: Annotated[
         bool, typer.Option("--quantize-head", help="Also quantise the output head, if it is no table of embeddings.")
     ] = False,
@@ -76,7 +90,8 @@ def quantize(
         path = find_model(EngineConfig(model=os.path.expanduser(model))).path
         place, out = _device(device), out.expanduser()
         ids = None if data is None else _ids(path, data.expanduser(), sequences, sequence_tokens)
-        options: dict[str, Any] = {"head": quantize_head, "symmetric": symmetric, "ids_ST": ids, "device": place}
+        options: dict[str, Any] = {"head": quantize_head, "symmetric": symmetric, "group": group_size}
+        options |= {"ids_ST": ids, "device": place}
         with _Bar(Console()) as bar:
             try:
                 report = quantise_folder(path, out, format, bar, **options)

@@ -50,7 +50,7 @@ class Calibration:
             selection: The modules to quantise.
             ids_ST: Token ids, int64.
         """
-        self._method, self._symmetric = selection.method, selection.symmetric
+        self._selection = selection
         self._spec, self._maker, self._by_weight = spec, maker, selection.by_weight
         self._tokens = ids_ST.shape[1]
         (table,) = top_plan(spec)["embedding_VE"].parts
@@ -136,7 +136,8 @@ class Calibration:
 
     def _rounded(self, module: Module, values_OI: Tensor, hessian: Hessian) -> Stored:
         try:
-            return gptq(Stored.from_dense(values_OI), hessian, self._method, symmetric=self._symmetric)
+            dense, how = Stored.from_dense(values_OI), self._selection
+            return gptq(dense, hessian, how.method, symmetric=how.symmetric, group=how.group)
         except ValueError as error:
             message = f"model: the inputs of {module.name} are not finite for the calibration data"
             raise ModelRejected(message, field=module.weight, limit="finite activations") from error

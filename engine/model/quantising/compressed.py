@@ -6,9 +6,6 @@ All schemes are weight-only, as headrace computes: activations stay in the model
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -23,7 +20,6 @@ __all__ = ["TensorSpec", "encoded", "quantization_config", "tensor_specs"]
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor of a checkpoint."""
 _WORD_BYTES: Final = 4
-_LAYER: Final = re.compile(r"(.*\blayers)\.\d+\.(.+)")
 
 
 def tensor_specs(module: Module) -> dict[str, TensorSpec]:
@@ -70,27 +66,31 @@ def _words(data: Tensor) -> Tensor:
 
 
 def quantization_config(selection: Selection) -> dict[str, Any]:
-    """Return what config.json says of a model whose modules are quantised as `selection` says."""
-    by_format: dict[Fp8 | IntGroups, list[str]] = defaultdict(list)
-    for module in selection.modules:
-        by_format[module.format].append(module.name)
-    groups = {}
-    for number, (format, targets) in enumerate(_targets(by_format).items()):
-        groups[f"group_{number}"] = {
-            "format": _format_name(format),
-            "targets": targets,
-            "weights": _weights(format),
-            "input_activations": None,
-            "output_activations": None,
-        }
-    return {
+    """Return what config.json says of a model whose modules are quantised as `selection` says.
+
+    All of them have one format: transformers dequantises every layer by the first that it finds. `dequantize` is an
+    option of transformers alone, which reads zero points in no other way: the layers that compressed-tensors would make
+    otherwise have room for unpacked ones.
+    """
+    (format,) = {module.format for module in selection.modules}
+    group = {
+        "format": _format_name(format),
+        "targets": ["Linear"],
+        "weights": _weights(format),
+        "input_activations": None,
+        "output_activations": None,
+    }
+    found = {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": _format_name(selection.modules[0].format),
-        "config_groups": groups,
+        "format": group["format"],
+        "config_groups": {"group_0": group},
         "ignore": sorted(selection.ignored),
         "kv_cache_scheme": None,
     }
+    if isinstance(format, IntGroups) and format.zeros:
+        found["dequantize"] = True
+    return found
 
 
 def _format_name(format: Fp8 | IntGroups) -> str:
@@ -108,27 +108,3 @@ def _weights(format: Fp8 | IntGroups) -> dict[str, Any]:
         "dynamic": False,
         "actorder": None,
     }
-
-
-def _targets(by_format: Mapping[Fp8 | IntGroups, list[str]]) -> dict[Fp8 | IntGroups, list[str]]:
-    """Return what names the modules of each format.
-
-    One format is that of every linear layer. Of several, each names its modules: by an expression where all layers
-    have a module in the same format, since vLLM takes a class for a name and so would find two groups.
-    """
-    if len(by_format) == 1:
-        return {format: ["Linear"] for format in by_format}
-    kinds: dict[str, set[Fp8 | IntGroups]] = defaultdict(set)
-    for format, names in by_format.items():
-        for name in names:
-            kinds[_expression(name)].add(format)
-    return {
-        format: list(dict.fromkeys(_expression(name) if len(kinds[_expression(name)]) == 1 else name for name in names))
-        for format, names in by_format.items()
-    }
-
-
-def _expression(name: str) -> str:
-    """Return an expression for the modules that stand where `name` does, in any layer."""
-    found = _LAYER.fullmatch(name)
-    return name if found is None else f"re:{re.escape(found[1])}\\.\\d+\\.{re.escape(found[2])}$"

@@ -37,7 +37,7 @@ from headrace.engine.model.roles import Fused
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.version import headrace_version
 from headrace.ops.formats import Stored
-from headrace.ops.quantise import Method, quantise
+from headrace.ops.quantise import GROUPS, Method, quantise
 
 __all__ = ["SHARD_BYTES", "Report", "Watcher", "quantise_folder"]
 
@@ -81,7 +81,8 @@ def quantise_folder(
     watcher: Watcher,
     *,
     head: bool = False,
-    symmetric: bool = False,
+    symmetric: bool | None = None,
+    group: int | None = None,
     ids_ST: Tensor | None = None,
     device: torch.device | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -94,7 +95,8 @@ def quantise_folder(
         method: The way to quantise.
         watcher: Told how far the copy is.
         head: Whether to quantise the output head as well.
-        symmetric: Whether groups of 4-bit integers have no zero points.
+        symmetric: Whether groups of 4-bit integers have no zero points; None for those of models with experts alone.
+        group: Inputs of a group of 4-bit integers, one of `GROUPS`; None for the largest that divides all matrices'.
         ids_ST: Sequences of token ids, int64, to calibrate with; None to quantise by the weights alone.
         device: The device that quantises; None for the CPU.
         shard_bytes: Most bytes of tensors in a file.
@@ -106,13 +108,12 @@ def quantise_folder(
     """
     config = read_plain_config(model)
     spec = from_hf(config)
-    if out.resolve().is_relative_to(model.resolve()):
-        _refuse("out", str(out), "a folder outside the model's", "lies in the model's folder")
+    _check_apart(model, out)
     try:
         with SafetensorsFolder(model) as files:
             inventory = Inventory(files, spec)
             inventory.check_numbers()
-            selection = _selected(spec, inventory, method, head, symmetric, ids_ST)
+            selection = _selected(spec, inventory, method, head, symmetric, group, ids_ST)
             for line in selection.notes():
                 watcher.note(line)
             tensors = _tensors(files, selection)
@@ -123,8 +124,7 @@ def quantise_folder(
                 _check_room(written, sum(shard.size for shard in shards))
                 with Shards(written.folder, shards) as opened:
                     write_config(written.folder, config, quantization_config(selection))
-                    if (text := index(shards, tensors)) is not None:
-                        (written.folder / INDEX_FILE).write_bytes(text)
+                    _write_index(written.folder, index(shards, tensors))
                     copy.write(written, opened, ids_ST)
                 copy_others(model, written.folder)
                 written.finish()
@@ -134,6 +134,16 @@ def quantise_folder(
         raise HeadraceError(
             f"{out} was not written ({what}); set that right and repeat the command to go on"
         ) from error
+
+
+def _check_apart(model: Path, out: Path) -> None:
+    if out.resolve().is_relative_to(model.resolve()):
+        _refuse("out", str(out), "a folder outside the model's", "lies in the model's folder")
+
+
+def _write_index(folder: Path, text: bytes | None) -> None:
+    if text is not None:
+        (folder / INDEX_FILE).write_bytes(text)
 
 
 class _Copy:
@@ -190,7 +200,8 @@ class _Copy:
         in_order = replace(module.part, rotated=None)  # as the file has its rows, and the copy will
         values_OI = self._maker.dense(Fused((in_order,), module.shape[1]))
         self._maker.check_finite()
-        return quantise(Stored.from_dense(values_OI), self._selection.method, symmetric=self._selection.symmetric)
+        how = self._selection
+        return quantise(Stored.from_dense(values_OI), how.method, symmetric=how.symmetric, group=how.group)
 
     def _keep(self, module: Module, weight: Stored, written: Partial, shards: Shards) -> None:
         shards.write(encoded(module, weight.to(torch.device("cpu"))))
@@ -225,7 +236,13 @@ def _natural(name: str) -> list[str | int]:
 
 
 def _selected(
-    spec: DecoderSpec, inventory: Inventory, method: Method, head: bool, symmetric: bool, ids_ST: Tensor | None
+    spec: DecoderSpec,
+    inventory: Inventory,
+    method: Method,
+    head: bool,
+    symmetric: bool | None,
+    group: int | None,
+    ids_ST: Tensor | None,
 ) -> Selection:
     if head and spec.tied_head:
         _refuse(
@@ -234,14 +251,12 @@ def _selected(
             "a model with an output head of its own",
             "is not possible: the head is the table of embeddings",
         )
-    selection = select(spec, inventory.names, method, head=head, symmetric=symmetric)
+    if group is not None:
+        _check_group(group, method)
+    selection = select(spec, inventory.names, method, head=head, symmetric=symmetric, group=group)
     if not selection.modules:
-        _refuse(
-            "format",
-            method,
-            "another format, such as int8",
-            "fits no linear layer: no number of inputs is a multiple of 32",
-        )
+        told = f"fits no linear layer: no number of inputs is a multiple of {group or min(GROUPS)}"
+        _refuse("format", method, "another format, such as int8", told)
     for module in selection.modules:
         if inventory.of(module.part).place is not None:
             tensor, limit = inventory.of(module.part).tensors[0], "each expert's own tensors"
@@ -271,6 +286,16 @@ def _selected(
     return selection
 
 
+def _check_group(group: int, method: Method) -> None:
+    """Refuse a size of groups for a format without groups, or one that kernels do not take."""
+    if method != "int4":
+        _refuse("group_size", group, "format int4", f"is for int4 alone: {method} has a scale for each output")
+    if group not in GROUPS:
+        _refuse(
+            "group_size", group, ", ".join(map(str, sorted(GROUPS))), f"must be a size that kernels take, got {group}"
+        )
+
+
 def _tensors(files: SafetensorsFolder, selection: Selection) -> dict[str, TensorSpec]:
     """Return the tensors of the copy, layer by layer."""
     modules, found = selection.by_weight, dict[str, TensorSpec]()
@@ -296,6 +321,7 @@ def _arguments(
         "torch": torch.__version__,
         "format": selection.method,
         "symmetric": selection.symmetric,
+        "group": selection.group,
         "quantize_head": head,
         "data": data,
         "device": "cpu" if device is None else str(device),

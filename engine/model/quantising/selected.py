@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from headrace.engine.model.checkpoint.plan import layer_plan, per_layer_plan, top_plan
+from headrace.engine.model.experts import routing_of
 from headrace.engine.model.roles import Fused, Names, Part
 from headrace.engine.model.spec import DecoderSpec
-from headrace.ops.quantise import GROUPS, Method, format_for
+from headrace.ops.quantise import GROUPS, Method, common_group, format_for
 from headrace.ops.quantised import Fp8, IntGroups
 
 __all__ = ["Module", "Selection", "select"]
@@ -43,6 +44,8 @@ class Selection:
     method: Method
     symmetric: bool
     """Whether groups of 4-bit integers have no zero points."""
+    group: int | None
+    """Inputs of every group of 4-bit integers; None for 8 bits."""
     modules: tuple[Module, ...]
     """Modules that are quantised, in the order of the layers."""
     ignored: Mapping[str, str]
@@ -56,18 +59,19 @@ class Selection:
         return {module.weight: module for module in self.modules}
 
     def notes(self) -> Iterator[str]:
-        """Yield lines that a person should read: what is left out, and what transformers 5.23 does not simply read."""
+        """Yield lines that a person should read: what is left out."""
         yield from (f"{name} is not quantised: {reason}" for name, reason in self.odd.items())
-        formats = {module.format for module in self.modules}
-        sizes = sorted(each.group or 0 for each in formats if isinstance(each, IntGroups) and each.zeros)
-        if len(sizes) == 1:
-            yield "transformers reads zero points only with CompressedTensorsConfig(dequantize=True)"
-        elif sizes:
-            found = " and ".join(map(str, sizes))
-            yield f"transformers reads no zero points of groups of several sizes, here {found}; --symmetric has none"
 
 
-def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symmetric: bool) -> Selection:
+def select(
+    spec: DecoderSpec,
+    names: Names,
+    method: Method,
+    *,
+    head: bool,
+    symmetric: bool | None = None,
+    group: int | None = None,
+) -> Selection:
     """Return which linear layers of a decoder are quantised: all within the layers but routers.
 
     Norms, embeddings and a head that is the table of embeddings never are.
@@ -77,15 +81,22 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symme
         names: Names of the tensors in the checkpoint.
         method: The way to quantise.
         head: Whether to quantise the output head.
-        symmetric: Whether groups of 4-bit integers have no zero points.
+        symmetric: Whether groups of 4-bit integers have no zero points; None for the groups of models with experts
+            alone, since transformers reads no zero points of experts, and vLLM only on some devices.
+        group: Inputs of every group of 4-bit integers; None for the largest that divides the inputs of all matrices.
     """
+    if symmetric is None:
+        symmetric = method == "int4" and routing_of(spec) is not None
+    told = f"multiple of {group or min(GROUPS)}"
+    if method == "int4" and group is None:
+        group = common_group([fused.shape[1] for fused, is_head in _matrices(spec) if head or not is_head])
     modules: list[Module] = []
     ignored: dict[str, str] = {}
     odd: dict[str, str] = {}
     for fused, is_head in _matrices(spec):
         for part in fused.parts:
             name, size_in = names.of(part).removesuffix(_WEIGHT), fused.shape[1]
-            format = format_for(method, size_in, symmetric=symmetric)
+            format = format_for(method, size_in, symmetric=symmetric, group=group)
             if is_head and not head:
                 ignored[name] = "the output head"
             elif fused.in_float32 or part.role.startswith(_NEVER):
@@ -95,7 +106,7 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symme
             elif fused.is_split:
                 ignored[name] = "split as it is loaded"
             elif format is None:
-                odd[name] = f"{size_in} inputs are no whole groups of {', '.join(map(str, GROUPS))}"
+                odd[name] = f"{size_in} inputs are no {told}"
             else:
                 modules.append(Module(name, part, (part.rows, size_in), format))
     if spec.per_layer is not None:
@@ -103,7 +114,7 @@ def select(spec: DecoderSpec, names: Names, method: Method, *, head: bool, symme
     if spec.tied_head and spec.has_head:
         ignored[names.of(Part("head.weight", 0)).removesuffix(_WEIGHT)] = "the table of embeddings"
     others = {rf"re:(model\.)?{re.escape(part)}\..*": "a part that is left unread" for part in names.others}
-    return Selection(method, symmetric, tuple(modules), ignored | odd | others, odd)
+    return Selection(method, symmetric, group, tuple(modules), ignored | odd | others, odd)
 
 
 def _matrices(spec: DecoderSpec) -> Iterator[tuple[Fused, bool]]:

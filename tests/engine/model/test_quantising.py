@@ -27,7 +27,7 @@ from headrace.engine.model.roles import Fused, matrix
 from headrace.engine.model.spec import Attention, DenseFeed, FeedSpec, LayerSpec, Norms
 from headrace.ops.formats import Dense, Stored
 from headrace.ops.gptq import Hessian, gptq
-from headrace.ops.quantise import Method
+from headrace.ops.quantise import Method, quantise
 
 METHODS: list[Method] = ["fp8", "int8", "int4"]
 
@@ -74,12 +74,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("dtype", "changes"),
     [
         (torch.bfloat16, {}),
-        (torch.float16, {"intermediate_size": 256, "tie_word_embeddings": True}),
+        (torch.float16, {"tie_word_embeddings": True}),
         (torch.float32, {"intermediate_size": 176, "attention_bias": True}),
-        (torch.bfloat16, {"hidden_size": 128, "num_attention_heads": 2}),
+        (torch.bfloat16, {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 384}),
         (torch.bfloat16, {"architecture": "Helium", "head_dim": 64}),
     ],
-    ids=["one size of groups", "two sizes of groups", "inputs that are no whole groups", "one group", "reordered rows"],
+    ids=["a head", "no head", "inputs that are no whole groups", "one group", "reordered rows"],
 )
 def test_weights_are_those_that_an_engine_makes(
     method: Method, dtype: torch.dtype, changes: Mapping[str, Any], tmp_path: Path
@@ -112,18 +112,35 @@ def test_a_copy_in_several_files_is_the_same_model(model: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("symmetric", "size", "told"),
-    [
-        (False, 192, ["transformers reads zero points only with CompressedTensorsConfig(dequantize=True)"]),
-        (False, 256, ["transformers reads no zero points of groups of several sizes, here 64 and 128; --symmetric"]),
-        (True, 256, []),
-    ],
+    ("hidden", "wide", "asked", "group"),
+    [(192, 256, None, 64), (256, 384, None, 128), (256, 160, None, 32), (256, 176, None, 128), (256, 384, 32, 32)],
 )
-def test_what_other_programs_do_not_read_is_told(symmetric: bool, size: int, told: list[str], tmp_path: Path) -> None:
-    folder, watcher = dense_folder(tmp_path / "model", intermediate_size=size), Told()
-    copied(folder, tmp_path / "out", "int4", watcher, symmetric=symmetric)
-    lines = [line for line in watcher.lines if "transformers" in line]
-    assert len(lines) == len(told) and all(map(str.startswith, lines, told))
+def test_groups_have_one_size_in_all_layers(
+    hidden: int, wide: int, asked: int | None, group: int, tmp_path: Path
+) -> None:
+    """The largest size that divides the inputs of all layers, but of those that no size divides."""
+    sizes = {"hidden_size": hidden, "num_attention_heads": hidden // 64, "intermediate_size": wide}
+    folder = dense_folder(tmp_path / "model", **sizes)
+    copied(folder, tmp_path / "out", "int4", group=asked)
+    made, dense = matrices(load(tmp_path / "out")), matrices(load(folder))
+    for name, weight in dense.items():
+        is_left = name == "head" or weight.shape[-1] % 32 != 0
+        wanted = weight if is_left else quantise(weight, "int4", group=group)
+        assert made[name].format == wanted.format
+        assert is_left or made[name].format.name == f"int4-g{group}-zeros"
+        assert all(torch.equal(made[name].parts[part], wanted.parts[part]) for part in wanted.parts)
+
+
+def test_sizes_of_groups_that_fit_nothing_are_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidParams, match=r"group_size: must be a size that kernels take, got 48; wanted: 32, 64, 128"
+    ):
+        copied(model, tmp_path / "out", "int4", group=48)
+    with pytest.raises(InvalidParams, match=r"group_size: is for int4 alone: fp8 has a scale for each output"):
+        copied(model, tmp_path / "out", "fp8", group=64)
+    with pytest.raises(InvalidParams, match=r"fits no linear layer: no number of inputs is a multiple of 128"):
+        copied(model, tmp_path / "out", "int4", group=128)
+    assert not list(tmp_path.iterdir())
 
 
 def test_everything_beside_the_weights_is_copied(model: Path, tmp_path: Path) -> None:
