@@ -34,15 +34,32 @@ def kept_parts(weights: DecoderWeights, ops: CpuOps) -> tuple[WeightPart, ...]:
         total.add("embedding", own.table_VX.format.name, own.table_VX.nbytes)
         _add(total, "embedding", kept_by(own.product_XE, ops.dtype, ops.products))
     total.add_vectors(weights.top_tensors)
+    known = _Known(ops)
     for number in range(len(weights.layers)):
         layer = weights.layers[number]
-        _add_layer(total, layer.mixer, ops, lambda _: "attention")
-        _add_layer(total, layer.feed, ops, part_of_feed)
+        _add_layer(total, layer.mixer, known, lambda _: "attention")
+        _add_layer(total, layer.feed, known, part_of_feed)
     _add_ends(total, weights, ops)
     return total.parts()
 
 
-def _add_layer(total: WeightSum, of_layer: SublayerWeights, ops: CpuOps, part: Callable[[str], ModelPart]) -> None:
+class _Known:
+    """What is kept of each matrix; those that are alike are one object, which is asked about once."""
+
+    def __init__(self, ops: CpuOps) -> None:
+        self.ops = ops
+        self._kept: dict[int, tuple[Stored, list[KeptWeight]]] = {}
+        """By the identity of a matrix, which is kept with it so that no other can have the same."""
+
+    def of(self, weight: Stored) -> list[KeptWeight]:
+        """Return what `kept_by` does for the operations."""
+        if id(weight) not in self._kept:
+            self._kept[id(weight)] = weight, kept_by(weight, self.ops.dtype, self.ops.products)
+        return self._kept[id(weight)][1]
+
+
+def _add_layer(total: WeightSum, of_layer: SublayerWeights, known: _Known, part: Callable[[str], ModelPart]) -> None:
+    ops = known.ops
     for name, vector in of_layer.vectors.items():
         if name == ROUTER:
             _add(total, "other", kept_by(Stored.from_dense(vector), torch.float32, ops.products))
@@ -50,7 +67,7 @@ def _add_layer(total: WeightSum, of_layer: SublayerWeights, ops: CpuOps, part: C
         kept = vector.float() if name.endswith("_bias") and isinstance(ops, NativeOps) else vector
         total.add("other", name_of(kept), kept.nbytes)
     for name, weight in of_layer.matrices.items():
-        _add(total, part(name), kept_by(weight, ops.dtype, ops.products))
+        _add(total, part(name), known.of(weight))
 
 
 def _add_ends(total: WeightSum, weights: DecoderWeights, ops: CpuOps) -> None:
