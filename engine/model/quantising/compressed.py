@@ -80,7 +80,7 @@ def quantization_config(selection: Selection) -> dict[str, Any]:
         "input_activations": None,
         "output_activations": None,
     }
-    found = {
+    found: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": group["format"],
