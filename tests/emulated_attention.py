@@ -38,40 +38,42 @@ class _Emulated:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
 
-    def check(self, shape: Any) -> None:
-        """Raise `Misuse` for heads that the kernel refuses."""
+    def check(self, shape: Any, lines: int = 1) -> None:
+        """Raise `Misuse` for heads that the kernel refuses, and for more lines of a row than it takes."""
         arch = importlib.import_module("headrace.ops.cuda.arch").Arch.of("cuda")
         why = self._kernel.refuses(shape, arch)
         demand(why is None, f"heads that the kernel refuses: {why}")
+        demand(lines == 1 or lines <= self._kernel.most_lines(shape, arch), "more lines than the kernel takes")
 
 
 class WholeDecodes(_Emulated):
-    def open(self, shape: Any, inputs: Any, room: Any) -> Any:
-        self.check(shape)
+    def open(self, shape: Any, inputs: Any, room: Any, lines: int = 1) -> Any:
+        self.check(shape, lines)
         demand(not room.pdl or self._gpu.capability >= (9, 0), "launched dependently on a GPU that cannot")
         return self._steps.WholeStep(inputs, WholeAttention(self._gpu, shape), self._kernel.launch(pdl=room.pdl))
 
 
 class EvenDecodes(_Emulated):
-    def open(self, shape: Any, inputs: Any, room: Any) -> Any:
-        self.check(shape)
+    def open(self, shape: Any, inputs: Any, room: Any, lines: int = 1) -> Any:
+        self.check(shape, lines)
         demand(self._gpu.capability >= (9, 0), "opened on a GPU without bulk copies")
-        attention = room.keep("even", shape.window, lambda: EvenAttention(self._gpu, shape, room.most_rows))
+        kept = f"even {lines}", shape.window
+        attention = room.keep(*kept, lambda: EvenAttention(self._gpu, shape, room.most_rows, lines))
         deal = importlib.import_module("headrace.ops.cuda.attention.kernels").DEAL
         return self._steps.DecodeStep(inputs, attention, self._kernel.launch(pdl=room.pdl), deal)
 
 
 class XqaDecodes(_Emulated):
-    def open(self, shape: Any, inputs: Any, room: Any) -> Any:
-        self.check(shape)
+    def open(self, shape: Any, inputs: Any, room: Any, lines: int = 1) -> Any:
+        self.check(shape, lines)
         demand(self._gpu.capability[0] in (9, 10, 12), "XQA on a GPU that it does not know")
         return self._steps.DecodeStep(inputs, EachRow(self._gpu, shape, "decode: xqa"))
 
 
 class SplitDecodes(_Emulated):
-    def open(self, shape: Any, inputs: Any, room: Any) -> Any:
+    def open(self, shape: Any, inputs: Any, room: Any, lines: int = 1) -> Any:
         demand(not room.pdl or self._gpu.capability >= (9, 0), "launched dependently on a GPU that cannot")
-        attention = EachRow(self._gpu, shape, "decode: split")
+        attention = EachRow(self._gpu, shape, "decode: split", lines)
         return self._steps.DecodeStep(inputs, attention, self._kernel.launch(pdl=room.pdl))
 
 
@@ -122,10 +124,10 @@ class GroupedPrefills(_TiledPrefills):
 
 
 class EachRow:
-    """Attention of one token of each row, over its pages."""
+    """Attention of one token of each row, or of each of its `lines`, over the pages of the row's longest line."""
 
-    def __init__(self, gpu: Any, shape: Any, name: str) -> None:
-        self._gpu, self._shape, self._name = gpu, shape, name
+    def __init__(self, gpu: Any, shape: Any, name: str, lines: int = 1) -> None:
+        self._gpu, self._shape, self._name, self._lines = gpu, shape, name, lines
 
     def deal(self, inputs: Any) -> None:
         """Nothing."""
@@ -141,9 +143,13 @@ class EachRow:
             if not len(inputs.seq_lens_B) == len(inputs.pages_BP) == len(q) or not q.is_contiguous():
                 raise Misuse("rows that the kernel cannot attend for")
             self.check(inputs)
-            for row, length in enumerate(inputs.seq_lens_B.tolist()):
+            lengths_BL = inputs.seq_lens_B.view(-1, self._lines)
+            longest_B = lengths_BL.argmax(1)
+            seen_BL = lengths_BL.maximum(lengths_BL[:, :1])
+            for row, length in enumerate(seen_BL.flatten().tolist()):
+                pages = inputs.pages_BP[row - row % self._lines + longest_B[row // self._lines]]
                 out[row] = attend(
-                    q[row : row + 1], kv, inputs.pages_BP[row], length,
+                    q[row : row + 1], kv, pages, length,
                     scale=shape.scale * scales.k, window=shape.window, v_scale=scales.v, cap=shape.cap,
                     sinks_H=sinks_H,
                 )[0]  # fmt: skip
@@ -154,23 +160,25 @@ class EachRow:
 class EvenAttention(EachRow):
     """A plan is where each row's pages begin among those of all."""
 
-    def __init__(self, gpu: Any, shape: Any, rows: int) -> None:
-        super().__init__(gpu, shape, "decode: even")
+    def __init__(self, gpu: Any, shape: Any, rows: int, lines: int) -> None:
+        super().__init__(gpu, shape, "decode: even", lines)
         self._plan = torch.zeros(rows + 1, dtype=torch.int32)
 
     def _starts(self, inputs: Any) -> Tensor:
-        lengths, window, size = inputs.seq_lens_B, self._shape.window, self._shape.page_size
-        oldest = (lengths - window).clamp(min=0) // size if window else torch.zeros_like(lengths)
-        return torch.cumsum((lengths + size - 1) // size - oldest, 0)
+        window, size = self._shape.window, self._shape.page_size
+        lengths_BL = inputs.seq_lens_B.view(-1, self._lines)
+        first, last = lengths_BL[:, 0], lengths_BL.amax(1)
+        oldest = (first - window).clamp(min=0) // size if window else torch.zeros_like(first)
+        return torch.cumsum((last + size - 1) // size - oldest, 0)
 
     def deal(self, inputs: Any) -> None:
         def work() -> None:
-            self._plan[: len(inputs.seq_lens_B)] = self._starts(inputs)
+            self._plan[: len(inputs.seq_lens_B) // self._lines] = self._starts(inputs)
 
         self._gpu.launch("deal: even", work)
 
     def check(self, inputs: Any) -> None:
-        if not torch.equal(self._plan[: len(inputs.seq_lens_B)], self._starts(inputs).int()):
+        if not torch.equal(self._plan[: len(inputs.seq_lens_B) // self._lines], self._starts(inputs).int()):
             raise Misuse("a step under the division of another")
 
 

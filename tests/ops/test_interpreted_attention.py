@@ -121,6 +121,39 @@ def decode(name, lengths, splits, how):
             assert torch.equal(alone[0], outs[0][place]), name
 
 
+def lined(name, lengths, lines, splits, how, together):
+    # Rows with several lines: those of the last tokens, and behind them some of length 1 that have a page of their own.
+    shape, scales = HeadShape(**SHAPES[name]), KvScales(0.5, 2.0)
+    kv, rows = pages_of(shape, lengths)
+    real = [min(length, max(1, lines - 2 * number)) for number, length in enumerate(lengths)]
+    given = [length - count + 1 + at if at < count else 1 for length, count in zip(lengths, real) for at in range(lines)]
+    ends = [max(length, given[place - place % lines]) for place, length in enumerate(given)]
+    spread = [row for row in rows for _ in range(lines)]
+    # Behind its own length a line has no page numbers, as the preparation of a step leaves it.
+    tables = [row[: -(-end // PAGE)] if end == length else [0] for row, end, length in zip(spread, ends, given)]
+    inputs, sinks = inputs_of(tables, given), sinks_of(shape)
+    query = torch.randn(len(ends), shape.heads, shape.head_dim).bfloat16()
+    attention = SplitDecode(shape, CPU, max_rows=len(lengths) + 1, arch=ARCH, splits=splits, how=how, lines=lines)
+    assert attention._together == together, (name, attention._together)
+    apart = SplitDecode(shape, CPU, max_rows=len(ends), arch=ARCH, splits=splits, how=how)
+    out, alone = (torch.full_like(query, torch.nan) for _ in range(2))
+    attention.run(query, kv, inputs, out, scales, sinks)
+    apart.run(query, kv, inputs_of([row[: -(-end // PAGE)] for row, end in zip(spread, ends)], ends), alone, scales, sinks)
+    tile = attention._how.tile
+    division = [(max(0, end - (shape.window or end)) // tile, -(-end // tile)) for end in ends]
+    same = 0
+    for place, end in enumerate(ends):
+        wanted = truth(query[place], kv, spread[place], end - 1, shape, sinks, scales)
+        check(out[place], wanted, (name, lines, splits, end))
+        first = place - place % lines % together
+        last = min(first + together, place - place % lines + lines) - 1
+        ours = division[first : last + 1]
+        if division[place] == (min(ours)[0], max(end for _, end in ours)):  # of keys as of a row of its own: the same bits
+            same += 1
+            assert torch.equal(out[place], alone[place]), (name, lines, end)
+    assert same > len(lengths), name  # the last line of a program at least
+
+
 def fused(name, lengths, splits):
     shape = HeadShape(**SHAPES[name])
     kv, rows = pages_of(shape, lengths)
@@ -168,6 +201,7 @@ names = list(SHAPES)[int(sys.argv[1]) :: int(sys.argv[2])]
 for name in names:
     decode(name, [1, 16, 37, 38, 170], 4, SplitTiling(16, 4, 1))
     decode(name, [200, 64], 1, None)
+    lined(name, [7, 38, 1, 242], 7, 4, SplitTiling(16, 4, 1), 4 if name in ("gemma 4", "falcon") else 7)
     if HeadShape(**SHAPES[name]).head_dim in (64, 256) and name != "falcon":
         fused(name, [1, 33, 140], 4)
     prefill(name, [1, 16, 50, 3], [1, 40, 130, 65], GroupedTiling(32, 16, 4, 1))

@@ -222,7 +222,9 @@ def attended(heads: int, kv_heads: int, head_dim: int, **more: Any) -> Callable[
         sinks = empty(heads, dtype=torch.float32) if shape.has_sinks else None
         room = DecodeRoom(chip.arch, meta, most_rows=rows, pdl=chip.pdl)
         inputs, q = chip.inputs(rows), empty(rows, heads, head_dim)
-        SplitDecodes().open(shape, inputs, room).attention.run(q, kv, inputs, q, UNSCALED, sinks)  # type: ignore[call-arg,arg-type]
+        for lines in (1, *(count for count in (4, 8) if rows % count == 0)):
+            split: Any = SplitDecodes().open(shape, inputs, room, lines)
+            split.attention.run(q, kv, inputs, q, UNSCALED, sinks)
         if FusedDecodes().refuses(shape, chip.arch) is None:
             packed, table = empty(rows, (heads + 2 * kv_heads) * head_dim), empty(99, head_dim, dtype=torch.float32)
             fused: Any = FusedDecodes().open(shape, inputs, room)
@@ -586,6 +588,11 @@ def shapes(arch: str, *, everything: bool) -> list[tuple[tuple[int, int, int], t
     return [(heads[str(dtype)], dtype) for dtype in dtypes]
 
 
+def lines_of(most: int) -> tuple[int, ...]:
+    """Numbers of lines of a row that come to all kernels for several lines: the fewest, and the most."""
+    return () if most == 1 else (2,) if most == 2 else (2, most)
+
+
 def worn_by(product: Any, *, everything: bool) -> tuple[bool, ...]:
     """Whether a product is compiled with updates; usually with them, or with codes as the commit chooses."""
     if not product.has_updates:
@@ -615,6 +622,11 @@ def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, i
                 if attention.refuses(shape, chip) is None:
                     for build in attention.builds(shape):
                         build()
+            for attention in KERNELS.decodes:
+                if attention.refuses(shape, chip) is None:
+                    for lines in lines_of(attention.most_lines(shape, chip)):
+                        for build in attention.builds(shape, lines):
+                            build()
         coded = [each for kind in some_kinds("csrc") for each in KERNELS.coded(kind)]
         for product in (*KERNELS.products, *coded):
             if product.lacks(chip, torch.bfloat16, 128) is None:

@@ -6,13 +6,14 @@ GPUs that it was measured on (ops/cuda/tuning/). Imports no compiler before a ke
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
-from headrace.ops.cuda.attention.ring import KV_HEADS, shared_bytes
+from headrace.ops.cuda.attention.ring import KV_HEADS, QUERIES, query_room, shared_bytes
 from headrace.ops.cuda.attention.steps import DecodeStep, WholeStep
 from headrace.ops.cuda.hazards import Launch, Thing
 
@@ -48,7 +49,11 @@ class _Decode:
         """Return None: any GPU that the engine opens on can run the kernel."""
         return None
 
-    def builds(self, shape: HeadShape) -> Sequence[Callable[[], object]]:
+    def most_lines(self, shape: HeadShape, arch: Arch) -> int:
+        """Return that the kernel attends for one token of each row."""
+        return 1
+
+    def builds(self, shape: HeadShape, lines: int = 1) -> Sequence[Callable[[], object]]:
         """Return nothing: the kernel is compiled when it first runs."""
         return ()
 
@@ -86,7 +91,7 @@ class FusedDecodes(_Decode):
         early, writes = _PLACES | frozenset[Thing](("rotary table",)), frozenset[Thing](("activations", "new keys"))
         return Launch("attention 'fused'", overlaps=pdl, early=early, writes=writes)
 
-    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom, lines: int = 1) -> DecodeStep | WholeStep:
         """Allocate for the rows of `inputs`."""
         from headrace.ops.cuda.attention.decode import FusedDecode
 
@@ -116,13 +121,18 @@ class EvenDecodes(_Decode):
             return f"pages are of {shape.page_size} tokens, the kernel takes multiples of {tile}"
         if shape.page_bytes > _EVEN_PAGE_BYTES:
             return f"a page of a layer has {shape.page_bytes} bytes, the kernel takes {_EVEN_PAGE_BYTES}"
-        if (wanted := shared_bytes(shape)) > arch.shared_bytes:
+        if (wanted := shared_bytes(shape, query_room(shape, 1) or 0)) > arch.shared_bytes:
             return f"a block wants {wanted} bytes of shared memory, {arch.name} has {arch.shared_bytes}"
         return arch.lacks("bulk_copy")
 
-    def builds(self, shape: HeadShape) -> Sequence[Callable[[], object]]:
+    def most_lines(self, shape: HeadShape, arch: Arch) -> int:
+        """Return how many lines have room in a warp's tiles of queries, and these in shared memory."""
+        group = shape.heads // shape.kv_heads
+        return max(size // group for size in QUERIES if shared_bytes(shape, size) <= arch.shared_bytes)
+
+    def builds(self, shape: HeadShape, lines: int = 1) -> Sequence[Callable[[], object]]:
         """Return the function that compiles the source."""
-        return (partial(_build, "even", "EvenDecode", shape),)
+        return (partial(_build, "even", "EvenDecode", shape, lines),)
 
     @staticmethod
     def launch(*, pdl: bool) -> Launch:
@@ -130,14 +140,14 @@ class EvenDecodes(_Decode):
         early = _PLACES | frozenset[Thing](("division",))
         return Launch("attention 'even'", overlaps=pdl, early=early, writes=_ACTIVATIONS)
 
-    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
-        """Return one for all batch sizes of a window, since no two of them run at once."""
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom, lines: int = 1) -> DecodeStep | WholeStep:
+        """Return one for all batch sizes of a window and number of lines, since no two of them run at once."""
         from headrace.ops.cuda.attention.even import EvenDecode
 
         attention = room.keep(
-            self.name,
+            f"{self.name} {lines}",
             shape.window,
-            lambda: EvenDecode(shape, room.device, max_rows=room.most_rows, arch=room.arch, pdl=room.pdl),
+            lambda: EvenDecode(shape, room.device, max_rows=room.most_rows, arch=room.arch, pdl=room.pdl, lines=lines),
         )
         return DecodeStep(inputs, attention, self.launch(pdl=room.pdl), DEAL)
 
@@ -151,7 +161,7 @@ class XqaDecodes(_Decode):
         """Return which heads the kernel takes, if not these, or what the GPU lacks."""
         return _cap_refusal(shape) or _sink_refusal(shape) or _group_refusal(shape) or arch.lacks("xqa")
 
-    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom, lines: int = 1) -> DecodeStep | WholeStep:
         """Allocate for the rows of `inputs`."""
         from headrace.ops.cuda.attention.paged import XqaDecode
 
@@ -167,7 +177,7 @@ class PlannedDecodes(_Decode):
         """Return that the kernel has no sinks, if the heads have some."""
         return _sink_refusal(shape)
 
-    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom, lines: int = 1) -> DecodeStep | WholeStep:
         """Plan for the rows of `inputs`; all windows share floats, and all batch sizes of a window integers."""
         from headrace.ops.cuda.attention.paged import PlannedDecode
 
@@ -192,11 +202,16 @@ class SplitDecodes(_Decode):
         """Return what a layer does to memory: with `pdl`, it starts while the kernel before it runs, and waits."""
         return Launch("attention 'split'", overlaps=pdl, writes=_ACTIVATIONS)
 
-    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
+    def most_lines(self, shape: HeadShape, arch: Arch) -> int:
+        """Return any number: lines that have no room in a program have one of their own."""
+        return sys.maxsize
+
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom, lines: int = 1) -> DecodeStep | WholeStep:
         """Allocate for the rows of `inputs`."""
         from headrace.ops.cuda.attention.split import SplitDecode
 
-        attention = SplitDecode(shape, room.device, max_rows=len(inputs.tokens_B), arch=room.arch, pdl=room.pdl)
+        rows = len(inputs.tokens_B) // lines
+        attention = SplitDecode(shape, room.device, max_rows=rows, arch=room.arch, pdl=room.pdl, lines=lines)
         return DecodeStep(inputs, attention, self.launch(pdl=room.pdl))
 
 
@@ -281,10 +296,10 @@ class GroupedPrefills:
         return GroupedAttention(shape, device, shared_bytes=Arch.of(device).shared_bytes)
 
 
-def _build(module: str, name: str, shape: HeadShape) -> None:
+def _build(module: str, name: str, *sizes: object) -> None:
     from importlib import import_module
 
-    getattr(import_module(f"headrace.ops.cuda.attention.{module}"), name).build(shape)
+    getattr(import_module(f"headrace.ops.cuda.attention.{module}"), name).build(*sizes)
 
 
 DECODES: Final[tuple[DecodeKernel, ...]] = (

@@ -53,21 +53,32 @@ class _Kernel(Protocol):
         """Return why a GPU cannot run the kernel for heads of `shape`, in words; None if it can."""
         ...
 
-    def builds(self, shape: HeadShape) -> Sequence[Callable[[], object]]:
-        """Return the functions that compile the kernel ahead; none if it is compiled late."""
-        ...
-
 
 class DecodeKernel(_Kernel, Protocol):
     """Protocol of the declaration of a way to attend in decodes."""
 
-    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep | WholeStep:
-        """Make the kernel ready for the rows of `inputs`; imports its compiler."""
+    def most_lines(self, shape: HeadShape, arch: Arch) -> int:
+        """Return for how many tokens of each row a step can attend at once, where the kernel does not refuse `shape`.
+
+        With 1, a row of which a step computes several tokens has to be as many rows.
+        """
+        ...
+
+    def builds(self, shape: HeadShape, lines: int = 1) -> Sequence[Callable[[], object]]:
+        """Return the functions that compile the kernel ahead for rows of `lines` lines; none if it is compiled late."""
+        ...
+
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom, lines: int = 1) -> DecodeStep | WholeStep:
+        """Make the kernel ready for the lines of `inputs`, `lines` of which make up a row; imports its compiler."""
         ...
 
 
 class PrefillKernel(_Kernel, Protocol):
     """Protocol of the declaration of a way to attend in prefills."""
+
+    def builds(self, shape: HeadShape) -> Sequence[Callable[[], object]]:
+        """Return the functions that compile the kernel ahead; none if it is compiled late."""
+        ...
 
     def open(self, shape: HeadShape, device: torch.device, *, pdl: bool) -> PrefillAttention:
         """Make the kernel ready."""
@@ -83,17 +94,29 @@ class DecodeChoice(NamedTuple):
 
     def at(self, rows: int, context: int) -> DecodeKernel:
         """Return the way for a batch of `rows` rows with `context` tokens each on the average."""
+        if (kernel := self.find(rows, context)) is None:
+            raise LookupError(f"no kernel attends for {rows} rows of {context} tokens")
+        return kernel
+
+    def find(self, rows: int, context: int) -> DecodeKernel | None:
+        """Return the way for a batch as `at` does; None if there is none.
+
+        For rows of several lines, None says that their lines are to be rows of their own.
+        """
         tokens = rows * context
-        for kernel, spans in self.ways:
-            if any(span.has(rows, tokens) for span in spans):
-                return kernel
-        raise LookupError(f"no kernel attends for {rows} rows of {context} tokens")
+        return next((kernel for kernel, spans in self.ways if any(span.has(rows, tokens) for span in spans)), None)
 
 
-def resolve_decode(kernels: Sequence[DecodeKernel], shape: HeadShape, arch: Arch) -> DecodeChoice:
-    """Choose the ways to attend in decodes for heads of `shape`; the first of `kernels` are preferred."""
+def resolve_decode(kernels: Sequence[DecodeKernel], shape: HeadShape, arch: Arch, lines: int = 1) -> DecodeChoice:
+    """Choose the ways to attend in decodes for heads of `shape` and rows of `lines` lines; the first are preferred."""
     spans = arch.tuning.decode if shape.kv_dtype == shape.dtype else arch.tuning.decode_8_bits
+    spans = spans if lines == 1 else arch.tuning.decode_lines
     refused = {each.name: why for each in kernels if (why := each.refuses(shape, arch)) is not None}
+    refused |= {
+        each.name: f"rows have {lines} lines, the kernel takes {most}"
+        for each in kernels
+        if each.name not in refused and (most := each.most_lines(shape, arch)) < lines
+    }
     refused |= {
         each.name: f"has no numbers of {arch.tuning.chip}"
         for each in kernels

@@ -26,7 +26,12 @@ ATTENTION: Final = Launch("attention", overlaps=False, writes=frozenset(("activa
 
 
 class DecodeAttention(Protocol):
-    """Protocol of attention in decodes: one token for each row, over the row's pages."""
+    """Protocol of attention in decodes, over pages that already hold the step's tokens.
+
+    Everything has a line for each token that the step computes. A row has one of them, or as many as the kernel was
+    opened for, which are adjacent: first those of consecutive tokens, at least one, and then those that compute nothing
+    of use. The latter have a length no greater than the first line's, and attend to what that line attends to.
+    """
 
     def deal(self, inputs: DecodeInputs) -> None:
         """Enqueue what all layers of a step share; a graph can capture it."""

@@ -46,7 +46,7 @@ class _Latent:
             )
         return None
 
-    def builds(self, shape: HeadShape) -> Sequence[Callable[[], object]]:
+    def builds(self, shape: HeadShape, lines: int = 1) -> Sequence[Callable[[], object]]:
         """Return nothing: Triton compiles the kernel when it first runs."""
         return ()
 
@@ -60,7 +60,11 @@ class LatentDecodes(_Latent):
         early = frozenset[Thing](("lengths",))
         return Launch("attention 'latent'", overlaps=pdl, early=early, writes=frozenset(("activations",)))
 
-    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom) -> DecodeStep:
+    def most_lines(self, shape: HeadShape, arch: Arch) -> int:
+        """Return that the kernel attends for one token of each row."""
+        return 1
+
+    def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom, lines: int = 1) -> DecodeStep:
         """Make room for the rows of `inputs`; all batch sizes share the memory of parts."""
         from headrace.ops.cuda.latents.running import LatentDecode
 
