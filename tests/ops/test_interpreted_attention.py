@@ -126,7 +126,8 @@ def lined(name, lengths, lines, splits, how, together):
     shape, scales = HeadShape(**SHAPES[name]), KvScales(0.5, 2.0)
     kv, rows = pages_of(shape, lengths)
     real = [min(length, max(1, lines - 2 * number)) for number, length in enumerate(lengths)]
-    given = [length - count + 1 + at if at < count else 1 for length, count in zip(lengths, real) for at in range(lines)]
+    counted = [(length, count, at) for length, count in zip(lengths, real) for at in range(lines)]
+    given = [length - count + 1 + at if at < count else 1 for length, count, at in counted]
     ends = [max(length, given[place - place % lines]) for place, length in enumerate(given)]
     spread = [row for row in rows for _ in range(lines)]
     # Behind its own length a line has no page numbers, as the preparation of a step leaves it.
@@ -138,7 +139,8 @@ def lined(name, lengths, lines, splits, how, together):
     apart = SplitDecode(shape, CPU, max_rows=len(ends), arch=ARCH, splits=splits, how=how)
     out, alone = (torch.full_like(query, torch.nan) for _ in range(2))
     attention.run(query, kv, inputs, out, scales, sinks)
-    apart.run(query, kv, inputs_of([row[: -(-end // PAGE)] for row, end in zip(spread, ends)], ends), alone, scales, sinks)
+    own = inputs_of([row[: -(-end // PAGE)] for row, end in zip(spread, ends)], ends)
+    apart.run(query, kv, own, alone, scales, sinks)
     tile = attention._how.tile
     division = [(max(0, end - (shape.window or end)) // tile, -(-end // tile)) for end in ends]
     same = 0
@@ -148,7 +150,7 @@ def lined(name, lengths, lines, splits, how, together):
         first = place - place % lines % together
         last = min(first + together, place - place % lines + lines) - 1
         ours = division[first : last + 1]
-        if division[place] == (min(ours)[0], max(end for _, end in ours)):  # of keys as of a row of its own: the same bits
+        if division[place] == (min(ours)[0], max(end for _, end in ours)):  # then it has the bits of a row of its own
             same += 1
             assert torch.equal(out[place], alone[place]), (name, lines, end)
     assert same > len(lengths), name  # the last line of a program at least

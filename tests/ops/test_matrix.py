@@ -588,9 +588,10 @@ def shapes(arch: str, *, everything: bool) -> list[tuple[tuple[int, int, int], t
     return [(heads[str(dtype)], dtype) for dtype in dtypes]
 
 
-def lines_of(most: int) -> tuple[int, ...]:
-    """Numbers of lines of a row that come to all kernels for several lines: the fewest, and the most."""
-    return () if most == 1 else (2,) if most == 2 else (2, most)
+def line_builds(attention: Any, shape: Any, chip: Any) -> list[Callable[[], object]]:
+    """What compiles all kernels of attention for rows of several lines: those of the fewest lines, and of the most."""
+    most = attention.most_lines(shape, chip) if hasattr(attention, "most_lines") else 1
+    return [build for lines in sorted({2, most}) if 1 < lines <= most for build in attention.builds(shape, lines)]
 
 
 def worn_by(product: Any, *, everything: bool) -> tuple[bool, ...]:
@@ -620,13 +621,8 @@ def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, i
             shape = HeadShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
             for attention in (*KERNELS.decodes, *KERNELS.prefills):
                 if attention.refuses(shape, chip) is None:
-                    for build in attention.builds(shape):
+                    for build in (*attention.builds(shape), *line_builds(attention, shape, chip)):
                         build()
-            for attention in KERNELS.decodes:
-                if attention.refuses(shape, chip) is None:
-                    for lines in lines_of(attention.most_lines(shape, chip)):
-                        for build in attention.builds(shape, lines):
-                            build()
         coded = [each for kind in some_kinds("csrc") for each in KERNELS.coded(kind)]
         for product in (*KERNELS.products, *coded):
             if product.lacks(chip, torch.bfloat16, 128) is None:

@@ -144,10 +144,11 @@ class EvenDecodes(_Decode):
         """Return one for all batch sizes of a window and number of lines, since no two of them run at once."""
         from headrace.ops.cuda.attention.even import EvenDecode
 
+        rows = room.most_rows // lines
         attention = room.keep(
             f"{self.name} {lines}",
             shape.window,
-            lambda: EvenDecode(shape, room.device, max_rows=room.most_rows, arch=room.arch, pdl=room.pdl, lines=lines),
+            lambda: EvenDecode(shape, room.device, max_rows=rows, arch=room.arch, pdl=room.pdl, lines=lines),
         )
         return DecodeStep(inputs, attention, self.launch(pdl=room.pdl), DEAL)
 

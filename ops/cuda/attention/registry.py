@@ -27,7 +27,7 @@ class DecodeRoom:
     """What the attention of all decode graphs of one stream shares."""
 
     def __init__(self, arch: Arch, device: torch.device, *, most_rows: int, pdl: bool) -> None:
-        """Start empty, for batches of up to `most_rows` rows."""
+        """Start empty, for batches of up to `most_rows` lines: rows, where these have one each."""
         self.arch, self.device, self.most_rows, self.pdl = arch, device, most_rows, pdl
         self._kept: dict[tuple[str, int | None], Any] = {}
 

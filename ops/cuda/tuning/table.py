@@ -88,8 +88,8 @@ class Tuning:
     decode_8_bits: Mapping[str, tuple[Span, ...]]
     """The same with a cache of 8 bits."""
     decode_lines: Mapping[str, tuple[Span, ...]]
-    """Batches of rows with several lines for which a way pays that attends for all of them at once; in others, lines are
-    rows of their own."""
+    """Batches of rows with several lines for which a way pays that attends for all of these at once; in others, lines
+    are rows of their own."""
     fused_programs: int
     """Number of programs of attention in decodes of few rows."""
     fused_splits: int
