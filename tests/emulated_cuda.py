@@ -37,6 +37,7 @@ import numpy as np
 import pytest
 import torch
 from emulated_attention import emulated_decodes, emulated_prefills
+from emulated_drafts import DRAFT_KERNELS
 from emulated_experts import EmulatedExperts
 from emulated_kernels import KERNELS, Misuse, attend
 from emulated_latents import LATENT_KERNELS
@@ -62,7 +63,7 @@ CHIPS = {
 }
 """By compute capability: a GPU's name, and the most shared memory of one of its blocks."""
 BUILT_ON = ("headrace.ops.cuda", "headrace.engine.model.cuda")
-EVERY_KERNEL = {**KERNELS, **LATENT_KERNELS}
+EVERY_KERNEL = {**KERNELS, **LATENT_KERNELS, **DRAFT_KERNELS}
 HERE = threading.local()
 """Of this thread: `streams` entered, and `recorder` of the graph that is being captured."""
 

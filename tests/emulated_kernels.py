@@ -18,7 +18,8 @@ from headrace.ops.cpu.logprobs import logprobs
 from headrace.ops.cpu.sample import Choosing, sample
 
 __all__ = [
-    "KERNELS", "Misuse", "attend", "demand", "gated", "normed", "rotate_and_store", "store", "turned", "unpack",
+    "KERNELS", "Misuse", "attend", "demand", "gated", "normed", "prepare", "rotate_and_store", "store", "turned",
+    "unpack",
 ]  # fmt: skip
 
 LARGEST = 3.38e38

@@ -247,7 +247,6 @@ def build_kernels(config: EngineConfig) -> BuiltKernels:
 def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel) -> Device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return open_cpu(config, spec, source)
-    _check_speculation(config, "a GPU verifies no drafts yet, only a CPU does")
     gpu = find_gpu(config.device)  # first, since the extra below takes several GB and is of no use without a GPU
     from headrace.engine.model.cuda.opening import open_cuda  # needs packages for machines with a GPU
 

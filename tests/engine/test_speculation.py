@@ -15,9 +15,10 @@ from tiny_models import chat_folder
 from torch import Tensor
 
 from headrace.engine import Completion, Engine, EngineConfig, InvalidParams, SamplingParams
-from headrace.engine.model.cpu.drafts import CpuDrafts, Verified, verify
+from headrace.engine.model.cpu.drafts import CpuDrafts, verify
 from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.drafting.ngram import NgramDrafter
+from headrace.engine.model.shared.runs import Verified
 from headrace.engine.scheduling.plan import Work
 from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.speculation import Ngram, speculation_of

@@ -6,8 +6,8 @@ Owns the true lengths of these rows; never runs the model. Next to read: runner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,24 +15,15 @@ from torch import Tensor
 
 from headrace.engine.model.cpu.heads import CpuDraftHead, DraftAsk
 from headrace.engine.model.drafting.ngram import Drafter
+from headrace.engine.model.shared.runs import Verified
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
-from headrace.engine.scheduling.result import NoToken, StepResult
 from headrace.engine.scheduling.shaping import Report
 
-__all__ = ["Choose", "CpuDrafts", "Verified", "verify", "with_verified"]
+__all__ = ["Choose", "CpuDrafts", "verify"]
 
 Choose: TypeAlias = Callable[[Tensor, Sequence[Work]], tuple[list[int], dict[int, Report]]]
 """Chooses, stores and counts the token behind each of some works by its logits, float [works, vocabulary]; returns the
 ids, or codes in place of ids, and reports by index."""
-
-
-class Verified(NamedTuple):
-    """The tokens that one work chose: its own, and one more for each draft that was right."""
-
-    tokens: list[int]
-    """Ids; the last may be a code of `NoToken`."""
-    reports: dict[int, Report]
-    """Reports by place in `tokens`."""
 
 
 class CpuDrafts:
@@ -134,29 +125,3 @@ def verify(
         ]
         ahead += 1
     return found
-
-
-def with_verified(result: StepResult, verified: Mapping[int, Verified], drafted: Sequence[int]) -> StepResult:
-    """Return a result in which the ids of some work items are followed by those that right drafts gave.
-
-    Args:
-        result: A result with one id for each work item, the first of those that it chose.
-        verified: What the work items that sample chose.
-        drafted: Number of drafts that were verified for each of the plan's decodes.
-    """
-    ids: list[int] = []
-    counts: list[int] = []
-    instead: dict[int, NoToken] = {}
-    reports: dict[int, Report] = {}
-    for index, first in enumerate(result.ids):
-        place, run = len(ids), [first]
-        if index in verified:
-            run, told = verified[index]
-            reports.update({place + at: report for at, report in told.items() if run[at] >= 0})
-        if index in result.instead:
-            instead[place] = result.instead[index]
-        elif run[-1] < 0:
-            instead[place + len(run) - 1] = NoToken(run[-1])
-        ids += run
-        counts.append(len(run))
-    return result._replace(ids=ids, counts=counts, instead=instead, reports=reports, drafted=drafted)

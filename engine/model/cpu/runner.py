@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.engine.model.cpu.adapters import CpuBank
-from headrace.engine.model.cpu.drafts import CpuDrafts, Verified, verify, with_verified
+from headrace.engine.model.cpu.drafts import CpuDrafts, verify
 from headrace.engine.model.cpu.heads import LoadHead, last_places
 from headrace.engine.model.cpu.operations import kv_layout
 from headrace.engine.model.cpu.options import prompt_places
@@ -26,6 +26,7 @@ from headrace.engine.model.shared.host_pool import HostPool
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.shared.results import step_result
+from headrace.engine.model.shared.runs import Verified, with_verified
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Ability, Capacity, StepPlan, Work
 from headrace.engine.scheduling.result import Choice, StepResult

@@ -25,22 +25,33 @@ class Decodes:
     """The rows of a decode step in the order of the batch: attention starts them in order, so the longest come first,
     and the short ones fill its end."""
 
-    __slots__ = ("_order", "_starts", "back", "goes_on", "rows")
+    __slots__ = ("_order", "_starts", "back", "drafts", "goes_on", "rows")
 
-    def __init__(self, batch: _Batch, starts: list[int], *, goes_on: bool) -> None:
-        """Let the rows of `batch` compute the tokens at `starts`, which are in the order of the plan."""
+    def __init__(self, batch: _Batch, starts: list[int], drafts: list[int], *, goes_on: bool) -> None:
+        """Let the rows of `batch` compute the tokens at `starts`; that and `drafts` are in the order of the plan."""
         self.rows = batch.rows
         self.back = batch.back
         """Place in the batch of each of the plan's works."""
         self.goes_on = goes_on
         """Whether these are the rows of the previous decode step, each one token further."""
+        self.drafts = drafts
+        """Most drafts that the step may verify for each of the plan's first works; empty if it verifies none."""
         self._order = batch.order
         self._starts = starts
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """Position of each row's input token, in the order of `rows`; computed at each use: most steps have none."""
+        """Position of each row's input token, in the order of `rows`; computed at each use: most steps have none.
+
+        Of rows that speculate, these are upper bounds.
+        """
         return np.array(self._starts, np.int64)[self._order]
+
+    @property
+    def most_drafts(self) -> NDArray[np.int32]:
+        """Most drafts of each row, in the order of `rows`."""
+        missing = len(self._starts) - len(self.drafts)
+        return np.array(self.drafts + [0] * missing, np.int32)[self._order]
 
     @property
     def mean_context(self) -> int:
@@ -61,7 +72,7 @@ class Ordering:
         self._next: list[int] = []
         self._batch = _Batch(*[np.empty(0, np.int64)] * 3)
 
-    def of(self, rows: list[int], starts: list[int]) -> Decodes:
+    def of(self, rows: list[int], starts: list[int], drafts: list[int] | None = None) -> Decodes:
         """Return the decodes of a plan; while `rows` are those of the last call, `Decodes.rows` is the same array."""
         is_same = rows == self._rows
         goes_on = is_same and starts == self._next
@@ -69,4 +80,4 @@ class Ordering:
             order = (-np.array(starts, np.int64)).argsort(kind="stable")
             self._rows, self._batch = rows, _Batch(np.array(rows, np.int64)[order], order, order.argsort())
         self._next = [start + 1 for start in starts]
-        return Decodes(self._batch, starts, goes_on=goes_on)
+        return Decodes(self._batch, starts, drafts or [], goes_on=goes_on)

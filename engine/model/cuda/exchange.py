@@ -30,10 +30,10 @@ Pieces: TypeAlias = Sequence[tuple[NDArray[np.int64] | NDArray[np.int32], NDArra
 class Exchange:
     """The lines that one runner's graphs read before a step and write after it."""
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        """Start before the first replay; a line of ids holds up to `max_rows`."""
+    def __init__(self, words: int, device: torch.device) -> None:
+        """Start before the first replay; an answer has up to `words` words."""
         words_TW = torch.empty(_TURNS + 1, 1 + 2 * MOST_PAIRS, dtype=torch.int32, pin_memory=True)
-        ids_TB = torch.empty(_TURNS + 1, max_rows, dtype=torch.int32, pin_memory=True)
+        ids_TB = torch.empty(_TURNS + 1, words, dtype=torch.int32, pin_memory=True)
         self.turn_2 = torch.zeros(2, dtype=torch.int32, device=device)
         """Line of the next replay and line of the latest, int32 [2] on the device."""
         self.spare: Final = _TURNS

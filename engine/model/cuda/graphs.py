@@ -23,6 +23,7 @@ from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.model.cuda.adapters import NO_USE, AdapterUse, CudaBank
 from headrace.engine.model.cuda.compiling import compiles
 from headrace.engine.model.cuda.decodes import Decodes
+from headrace.engine.model.cuda.drafting.drafts import CudaDrafts, depths
 from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler, Variant
@@ -85,21 +86,33 @@ class Key(NamedTuple):
     """Adapters that the graph serves, up to the logits."""
     has_logits: bool = True
     """Whether the graph computes logits; if not, it only chooses, from the logits that another graph has left."""
+    depth: int = 0
+    """Most drafts that the graph computes for a row."""
+
+    @property
+    def lines(self) -> int:
+        """Number of tokens that the graph computes."""
+        return self.bucket * (self.depth + 1)
 
 
-def _keys(bucket: int, way: str, variant: Variant | None, use: AdapterUse = NO_USE) -> list[Key]:
+def _keys(bucket: int, way: str, variant: Variant | None, use: AdapterUse = NO_USE, depth: int = 0) -> list[Key]:
     """Return the keys of a step's graphs, in the order of replay."""
     if variant is None or not variant.masked:
-        return [Key(bucket, way, variant, use)]
+        return [Key(bucket, way, variant, use, depth=depth)]
     return [Key(bucket, way, None, use), Key(bucket, way, variant, use, has_logits=False)]
+
+
+def _place(key: Key) -> tuple[int, str, int]:
+    """Return what decides the attention of a graph: its bucket, way and depth."""
+    return key.bucket, key.way, key.depth
 
 
 class _Planned:
     """The host's division of the work of one batch, which holds until a row outgrows it."""
 
-    def __init__(self, bucket: int, attention: Sequence[PlannedAttention]) -> None:
+    def __init__(self, lines: int, attention: Sequence[PlannedAttention]) -> None:
         self._attention = attention
-        self._covered: NDArray[np.int64] = np.zeros(bucket, np.int64)
+        self._covered: NDArray[np.int64] = np.zeros(lines, np.int64)
 
     def plan(self, lengths: NDArray[np.int64], *, anew: bool) -> None:
         """Plan for `lengths` if another batch was planned since (`anew`), or if a row has outgrown the present plan."""
@@ -142,6 +155,7 @@ class DecodeGraphs:
         max_rows: int,
         attention: str,
         bank: CudaBank | None = None,
+        drafts: CudaDrafts | None = None,
         kernels: Sequence[DecodeKernel],
     ) -> None:
         """Start without graphs.
@@ -156,8 +170,10 @@ class DecodeGraphs:
             max_rows: Rows of the largest bucket.
             attention: "auto", or the one way to use.
             bank: The adapters that rows may use; None without adapters.
+            drafts: The drafts of rows that speculate; None where none does.
             kernels: The kernels of attention to choose among.
         """
+        self._drafts = drafts
         self._decoder, self._ops, self._rows, self._kv, self._ids = decoder, ops, rows, kv, ids
         self._sampler, self._bank = sampler, bank
         self._buckets, self._choice = buckets(max_rows), attention
@@ -168,24 +184,34 @@ class DecodeGraphs:
         self._pdl, self._shape, self._chain = any_ops.pdl, any_ops.shape, any_ops.products.room.chain
         shapes = [each.shape for each in ops.values()]
         self._ways, self._kernels = _ways(kernels, shapes, any_ops.arch, attention)
+        self._line_ways = self._ways._replace(ways=tuple(each for each in self._ways.ways if not each[0].stores))
+        """Ways to attend for lines, several of which may be of one row."""
         self._room = DecodeRoom(any_ops.arch, self._device, most_rows=self._buckets[-1], pdl=self._pdl)
-        self._inputs = self._allocate(max_rows)
+        lines = max_rows if drafts is None else drafts.lines
+        # A line sees the keys that other lines of its row store in the same step, so attention reads none too early.
+        self._line_room = DecodeRoom(any_ops.arch, self._device, most_rows=lines, pdl=False)
+        self._all_inputs = self._allocate(lines)
+        self._inputs: dict[int, DecodeInputs] = {}
+        """Inputs of steps by their number of lines, all views of the largest ones."""
         self._graphs: dict[Key, _Graph] = {}
         self._is_capturing = True
         """Whether steps are captured, as all are but those of a foreign model that cannot be."""
         self._pool: Any = None
-        self._plans: dict[tuple[int, str], _Planned] = {}
-        self._steps: dict[tuple[int, str], dict[MixerSpec, DecodeStep | WholeStep]] = {}
+        self._plans: dict[tuple[int, str, int], _Planned] = {}
+        self._steps: dict[tuple[int, str, int], dict[MixerSpec, DecodeStep | WholeStep]] = {}
+        """Places and attention of the steps of each (bucket, way, depth)."""
         self._between: dict[tuple[int, str, AdapterUse], Tensor] = {}
         """Logits that one graph leaves to another, which chooses, by (bucket, way, adapters)."""
-        self._last_planned = 0
+        self._last_planned: tuple[int, str, int] | None = None
 
     def capture(self, *, contexts: Sequence[int], variants: Sequence[Variant]) -> None:
         """Capture the graphs of every bucket for attention over each of `contexts` tokens, and each of `variants`."""
         for size in reversed(self._buckets):  # the largest first: the pool's memory serves the others
-            for context, variant in itertools.product(contexts, variants):
-                for key in _keys(size, self._way(size, context), variant):
-                    self._graph(key)
+            wanted = [0] if self._drafts is None else [0, *depths(self._drafts.most)]
+            for context, variant, depth in itertools.product(contexts, variants, wanted):
+                if depth == self._depth(size, depth):
+                    for key in _keys(size, self._way(size, context, depth), variant, depth=depth):
+                        self._graph(key)
 
     def keys(self, decodes: Decodes, variant: Variant | None) -> list[Key]:
         """Return the keys of the graphs that make up one step of `decodes`, the rows of `DeviceRows.batch_R`.
@@ -194,8 +220,11 @@ class DecodeGraphs:
         token is chosen.
         """
         bucket = self._bucket_of[len(decodes.rows)]
-        use = NO_USE if self._bank is None else self._bank.use_of(self._rows.slots[decodes.rows])
-        return _keys(bucket, self._way(bucket, decodes.mean_context), variant, use)
+        depth = 0 if variant is None or variant.masked else self._depth(bucket, max(decodes.drafts, default=0))
+        use = NO_USE
+        if self._bank is not None:
+            use = self._bank.use_of(np.repeat(self._rows.slots[decodes.rows], depth + 1))
+        return _keys(bucket, self._way(bucket, decodes.mean_context, depth), variant, use, depth)
 
     def ready(self, keys: Sequence[Key]) -> bool:
         """Return whether all are captured: capturing takes a hundred milliseconds, and a step without graphs may."""
@@ -209,20 +238,20 @@ class DecodeGraphs:
             torch.OutOfMemoryError: There is no memory to capture a graph.
         """
         graphs = [self._graph(key) for key in keys]
-        bucket, way, *_ = keys[0]
-        if (plan := self._plans.get((bucket, way))) is not None:
-            lengths = np.ones(bucket, np.int64)
-            lengths[: len(decodes.rows)] += decodes.starts
-            last, self._last_planned = self._last_planned, 0  # none, should planning fail
+        bucket, depth = keys[0].bucket, keys[0].depth
+        at = _place(keys[0])
+        if (plan := self._plans.get(at)) is not None:
+            lengths_BJ = np.ones((bucket, depth + 1), np.int64)
+            lengths_BJ[: len(decodes.rows)] += decodes.starts[:, None] + np.arange(depth + 1)
+            last, self._last_planned = self._last_planned, None  # none, should planning fail
             with torch.inference_mode():
-                plan.plan(lengths, anew=last != bucket)
-            self._last_planned = bucket
+                plan.plan(lengths_BJ.reshape(-1), anew=last != at)
+            self._last_planned = at
         return graphs
 
     def logits(self, keys: Sequence[Key]) -> Tensor:
         """Return the logits that a masked variant's first graph leaves to its second: [rows or more, vocabulary]."""
-        bucket, way, _, use, _ = keys[0]
-        return self._between[bucket, way, use]
+        return self._between[keys[0].bucket, keys[0].way, keys[0].use]
 
     def close(self) -> None:
         """Drop all graphs; none may be running."""
@@ -232,12 +261,19 @@ class DecodeGraphs:
         self._steps.clear()
         self._plans.clear()
         self._room.close()
+        self._line_room.close()
         self._between.clear()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _way(self, bucket: int, context: int) -> str:
-        return self._choice if self._choice != "auto" else self._ways.at(bucket, context).name
+    def _way(self, bucket: int, context: int, depth: int) -> str:
+        if self._choice != "auto":
+            return self._choice
+        return (self._line_ways if depth else self._ways).at(bucket * (depth + 1), context).name
+
+    def _depth(self, bucket: int, wanted: int) -> int:
+        """Return the depth of the graph for a step of `bucket` rows with up to `wanted` drafts each."""
+        return 0 if self._drafts is None else self._drafts.depth_of(wanted, bucket)
 
     def _graph(self, key: Key) -> _Graph:
         graph = self._graphs.get(key)
@@ -267,18 +303,15 @@ class DecodeGraphs:
         self._graphs.clear()
 
     def _uncaptured(self, key: Key) -> _Uncaptured:
-        bucket, way, *_ = key
-        if (bucket, way) not in self._steps:
-            self._steps[bucket, way] = self._make_steps(bucket, way)
+        self._make_steps(key)
         return _Uncaptured(lambda: self._run(key))
 
     def _capture(self, key: Key) -> torch.cuda.CUDAGraph:
-        bucket, way, *_ = key
-        self._last_planned = 0  # later steps plan again, even if this fails
-        if (bucket, way) not in self._steps:
-            self._steps[bucket, way] = self._make_steps(bucket, way)
-        if (plan := self._plans.get((bucket, way))) is not None:
-            plan.plan(np.ones(bucket, np.int64), anew=True)  # all sizes share the device's, which may be another's now
+        bucket = key.bucket
+        self._last_planned = None  # later steps plan again, even if this fails
+        self._make_steps(key)
+        if (plan := self._plans.get(_place(key))) is not None:
+            plan.plan(np.ones(key.lines, np.int64), anew=True)  # all sizes share the device's, which may be another's
         rows = self._rows
         named = (rows.batch_R[:bucket], rows.active_R[:bucket], rows.exchange.turn_2)
         kept = [words.clone() for words in named]
@@ -302,21 +335,33 @@ class DecodeGraphs:
 
     def _run(self, key: Key) -> None:
         """Run the decode step, or the part of it that the graph of `key` records."""
-        bucket, way, variant, use, has_logits = key
+        bucket, way, variant, use, has_logits, depth = key
         at = bucket, way, use
-        logits_BV = self._logits(bucket, self._steps[bucket, way], use) if has_logits else self._between[at]
+        logits_LV = self._logits(key) if has_logits else self._between[at]
         if variant is None:
-            self._between[at] = logits_BV  # kept, so that no other graph of the pool gets its memory
+            self._between[at] = logits_LV  # kept, so that no other graph of the pool gets its memory
             return
-        batch_B, positions_B = self._rows.active_R[:bucket], self._inputs[bucket].positions_B
-        self._sampler.choose(logits_BV, batch_B, positions_B, self._ids, variant, pdl=self._pdl)
-        self._rows.exchange.answer(self._ids[:bucket], pdl=self._pdl)
+        batch_B, inputs = self._rows.active_R[:bucket], self._inputs[key.lines]
+        if depth:
+            assert self._drafts is not None
+            answer = self._drafts.choose(logits_LV, bucket, depth, inputs, variant, pdl=self._pdl)
+        else:
+            answer = self._ids[:bucket]
+            self._sampler.choose(logits_LV, batch_B, inputs.positions_B, self._ids, variant, pdl=self._pdl)
+        self._rows.exchange.answer(answer, pdl=self._pdl)
 
-    def _logits(self, bucket: int, steps: Mapping[MixerSpec, DecodeStep | WholeStep], use: AdapterUse) -> Tensor:
-        rows, inputs = self._rows, self._inputs[bucket]
+    def _logits(self, key: Key) -> Tensor:
+        """Enqueue a step up to its logits, of each line."""
+        rows, inputs, use, steps = self._rows, self._inputs[key.lines], key.use, self._steps[_place(key)]
         rows.apply()
-        batch_B = rows.active_R[:bucket]
-        prepare_decode(batch_B, rows.pool_RC, rows.lengths_R, rows.table_RP, inputs, page_size=self._shape.page_size)
+        batch_B = rows.active_R[: key.bucket]
+        if key.depth:
+            assert self._drafts is not None
+            self._drafts.prepare(key.bucket, key.depth, inputs, self._shape.page_size)
+            batch_B = self._drafts.line_rows(key.bucket, key.depth)
+        else:
+            pool, lengths, table = rows.pool_RC, rows.lengths_R, rows.table_RP
+            prepare_decode(batch_B, pool, lengths, table, inputs, page_size=self._shape.page_size)
         self._chain.note(_PREPARATION)
         for step in steps.values():
             if isinstance(step, DecodeStep):
@@ -329,23 +374,29 @@ class DecodeGraphs:
             hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapted=adapted)
         return self._decoder.logits(hidden_BE, adapted)
 
-    def _allocate(self, max_rows: int) -> dict[int, DecodeInputs]:
-        """Return the inputs of each bucket, all views of the largest one's."""
-        device, columns = self._device, self._rows.table_RP.shape[1]
-        tokens, positions, lengths, tails = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(4))
-        slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        pages = self._rows.table_RP[:1].repeat(max_rows, 1)  # valid page numbers: the scratch page's
-        return {
-            size: DecodeInputs(
-                tokens[:size], positions[:size], slots[:size], lengths[:size], pages[:size, :columns], tails[:size]
-            )
-            for size in self._buckets
-        }
+    def _allocate(self, lines: int) -> DecodeInputs:
+        """Return the inputs of the largest step."""
+        device = self._device
+        tokens, positions, lengths, tails = (torch.zeros(lines, dtype=torch.int32, device=device) for _ in range(4))
+        slots = torch.zeros(lines, dtype=torch.int64, device=device)
+        pages = self._rows.table_RP[:1].repeat(lines, 1)  # valid page numbers: the scratch page's
+        return DecodeInputs(tokens, positions, slots, lengths, pages, tails)
 
-    def _make_steps(self, bucket: int, way: str) -> dict[MixerSpec, DecodeStep | WholeStep]:
-        kernel, inputs = self._kernels[way], self._inputs[bucket]
-        steps = {mixer: kernel.open(ops.shape, inputs, self._room) for mixer, ops in self._ops.items()}
+    def _make_steps(self, key: Key) -> None:
+        """Open the attention of a graph, if no other graph has. What attends to all lines of a row at once goes here."""
+        at, lines = _place(key), key.lines
+        if at in self._steps:
+            return
+        if lines not in self._inputs:
+            every = self._all_inputs
+            self._inputs[lines] = DecodeInputs(
+                every.tokens_B[:lines], every.positions_B[:lines], every.slots_B[:lines], every.seq_lens_B[:lines],
+                every.pages_BP[:lines], every.tails_B[:lines],
+            )  # fmt: skip
+        kernel, inputs = self._kernels[key.way], self._inputs[lines]
+        room = self._line_room if key.depth else self._room
+        steps = {mixer: kernel.open(ops.shape, inputs, room) for mixer, ops in self._ops.items()}
         planned = [step.planned for step in steps.values() if isinstance(step, DecodeStep) and step.planned is not None]
         if planned:
-            self._plans[bucket, way] = _Planned(bucket, planned)
-        return steps
+            self._plans[at] = _Planned(lines, planned)
+        self._steps[at] = steps

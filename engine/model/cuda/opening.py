@@ -27,10 +27,13 @@ from headrace.engine.model.shared.memory import free_host_bytes, return_device_m
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.model.value_normed import refuse_normed_values
 from headrace.engine.scheduling.plan import Capacity
+from headrace.engine.speculation import Ngram
 from headrace.engine.stats import WeightPart
 
 try:
     from headrace.engine.model.cuda.adapters import CudaBank
+    from headrace.engine.model.cuda.drafting.drafts import OpenDrafts, most_lines
+    from headrace.engine.model.cuda.drafting.ngram import NgramDrafts
     from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, kinds_of, positions_of
     from headrace.engine.model.cuda.runner import CudaRunner
     from headrace.engine.model.cuda.sleep import Weights
@@ -129,7 +132,7 @@ def _open(
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
     runner = CudaRunner(
         decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank,
-        weights=Weights(memory, loaded.reload), kernels=kernels,
+        weights=Weights(memory, loaded.reload), speculation=_drafts(config), kernels=kernels,
     )  # fmt: skip
     try:
         runner.warm_up()
@@ -143,6 +146,22 @@ def _open(
         )
     name = str(DTYPE).removeprefix("torch.")
     return Device(runner, capacity, str(device), name, page_bytes, runner.abilities, adapters, loaded.parts)
+
+
+def _drafts(config: EngineConfig) -> OpenDrafts | None:
+    """Return how drafts are made, if rows may speculate."""
+    wanted = config.speculation
+    if wanted is None:
+        return None
+    if not isinstance(wanted, Ngram):
+        raise InvalidParams(
+            f"speculation: a GPU drafts by n-grams, heads draft on a CPU; got {wanted}",
+            field="speculation",
+            value=wanted,
+            limit="ngram",
+        )
+    longest = wanted.longest
+    return OpenDrafts(lambda table: NgramDrafts(table, longest), wanted.k)
 
 
 def _load(
@@ -228,7 +247,7 @@ def _make_bank(
         )
     return CudaBank(
         adapter_shape(spec), ops, slots=config.adapter_slots, granules=granules,
-        max_rows=limits.rows, max_tokens=limits.batched_tokens, host=_host_memory(config),
+        max_rows=_lines(config, limits), max_tokens=limits.batched_tokens, host=_host_memory(config),
         plain=spec.has_pre_norms_alone and not spec.has_biases,
     )  # fmt: skip
 
@@ -318,6 +337,13 @@ def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch, kernel
         _check_latents(config)
         return
     way = config.decode_attention
+    if config.speculation is not None and any(each.name == way and each.stores for each in kernels.decodes):
+        raise InvalidParams(
+            f"decode_attention: {way} attends to one token of a row at a time, and drafts are several; choose auto",
+            field="decode_attention",
+            value=way,
+            limit="auto",
+        )
     shape = head_shape(spec.uniform_attention, page_size=PAGE_SIZE, dtype=DTYPE, kv_dtype=kv_dtype(config))
     why = next((kernel.refuses(shape, arch) for kernel in kernels.decodes if kernel.name == way), None)
     if why is not None:
@@ -365,4 +391,10 @@ def _free_for_pages(
         needed = torch.cuda.max_memory_allocated(device) - before
     finally:
         trial.close()
-    return bytes_for_pages(torch.cuda.mem_get_info(device)[0], needed, limits.rows, decoder.spec.vocab_size)
+    lines = _lines(config, limits)
+    return bytes_for_pages(torch.cuda.mem_get_info(device)[0], needed, lines, decoder.spec.vocab_size)
+
+
+def _lines(config: EngineConfig, limits: Limits) -> int:
+    """Return how many tokens the largest decode step computes, drafts included."""
+    return most_lines(limits.rows, 0 if config.speculation is None else config.speculation.k)

@@ -35,6 +35,8 @@ class Lines(NamedTuple):
     entries: list[tuple[int, int, int]]
     """Lines to be read, as (line, row, number of likeliest tokens wanted)."""
     of_prompt: bool
+    ahead: int = 0
+    """Place of the new token in the run of tokens that its row gained."""
 
 
 class SentLines(NamedTuple):
@@ -45,19 +47,23 @@ class SentLines(NamedTuple):
     entries: list[tuple[int, int, int]]
     """Lines to be read, as (line, index of the work, number of likeliest tokens wanted)."""
     of_prompt: bool
+    ahead: int = 0
+    """Place of the new token in the run of tokens that its work gained."""
 
 
 class ReportedRows:
     """The rows that want log-probabilities."""
 
-    def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device) -> None:
+    def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device, lines: int) -> None:
         """Start without rows, and without memory but one word for each row.
 
         Args:
             rows: The row table, through which words are sent.
             capacity: Most rows, and the width of the logits.
             device: The GPU.
+            lines: Most tokens that a step chooses.
         """
+        self._most_lines = lines
         self._rows, self._capacity, self._device = rows, capacity, device
         count = capacity.max_rows + 1
         self._on_device_2R = torch.zeros(2, count, dtype=torch.int32, device=device)
@@ -104,7 +110,7 @@ class ReportedRows:
             logits_BV, rows_B, self._on_device_2R[0], ids_B, lines_LW[first : first + len(logits_BV)], scratch, pdl=pdl
         )
 
-    def written(self, rows: NDArray[np.int64], places: int, first: int) -> Lines:
+    def written(self, rows: NDArray[np.int64], places: int, first: int, ahead: int = 0) -> Lines:
         """Return the lines of these rows that `write` has just written, directly or in a replayed graph."""
         wants_B = self._wants_2R[0, rows].tolist()
         entries = [
@@ -112,7 +118,7 @@ class ReportedRows:
             for line, (row, wants) in enumerate(zip(rows.tolist(), wants_B, strict=True))
             if wants
         ]
-        return Lines(self._memory(places)[0][first : first + len(rows)], entries, of_prompt=False)
+        return Lines(self._memory(places)[0][first : first + len(rows)], entries, of_prompt=False, ahead=ahead)
 
     def prompt_lines(self, works: Sequence[Work]) -> Lines:
         """Return unwritten lines for all prompt positions of `works` to report on, which must be one at least."""
@@ -135,7 +141,7 @@ class ReportedRows:
         if places not in self._scratch:
             size = self._capacity
             rows = max(size.max_rows, MOST_POSITIONS)
-            shape = (2 * size.max_rows, HEAD + 2 * places)
+            shape = (self._most_lines, HEAD + 2 * places)
             self._lines[places] = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._scratch[places] = ListScratch(rows, size.vocab_size, places, self._device)
         return self._lines[places], self._scratch[places]
@@ -145,16 +151,23 @@ def _places(wants: int) -> int:
     return max(USUAL_PLACES, 1 << (wants - 2).bit_length()) if wants else 0
 
 
-def read_reports(words: _Words, sent: Sequence[SentLines]) -> tuple[dict[int, Report], dict[int, list[Report]]]:
-    """Decode log-probabilities from pinned `words`; return those of new tokens and of prompts, by index of the work."""
-    chosen: dict[int, Report] = {}
+def read_reports(
+    words: _Words, sent: Sequence[SentLines]
+) -> tuple[dict[tuple[int, int], Report], dict[int, list[Report]]]:
+    """Decode log-probabilities from pinned `words`.
+
+    Returns:
+        Those of new tokens, by the index of the work and the token's place in the run that the work gained, and those
+        of prompts, by index of the work.
+    """
+    chosen: dict[tuple[int, int], Report] = {}
     prompts: dict[int, list[Report]] = {}
     for each in sent:
         for work, report in _read(words, each):
             if each.of_prompt:
                 prompts.setdefault(work, []).append(report)
             else:
-                chosen[work] = report
+                chosen[work, each.ahead] = report
     return chosen, prompts
 
 

@@ -25,6 +25,8 @@ _RING = 16
 _MOST_SENT = 1 << 16
 _STOPS = 32
 """Stop ids by which the device itself sees that a row has stopped: more than a request may name."""
+_OWNED = -2
+"""Length of a row, in the host's mirror, that the device alone knows."""
 _Words = NDArray[np.int32]
 _NONE: NDArray[np.int64] = np.empty(0, np.int64)
 
@@ -32,8 +34,15 @@ _NONE: NDArray[np.int64] = np.empty(0, np.int64)
 class DeviceRows:
     """The row table of a CUDA engine: `capacity.max_rows` rows, and one more that pads batches."""
 
-    def __init__(self, capacity: Capacity, scratch_page: int, device: torch.device) -> None:
-        """Start with empty rows, whose pages all are the scratch page."""
+    def __init__(self, capacity: Capacity, scratch_page: int, device: torch.device, words: int | None = None) -> None:
+        """Start with empty rows, whose pages all are the scratch page.
+
+        Args:
+            capacity: Rows, pages and tokens.
+            scratch_page: The page of rows that compute nothing of use.
+            device: The GPU.
+            words: Most words that a graph answers with; None for one of each row.
+        """
         self._size = capacity.page_size
         self.padding_row = capacity.max_rows
         rows, pages = capacity.max_rows + 1, -(-capacity.max_context // capacity.page_size)
@@ -42,7 +51,7 @@ class DeviceRows:
         sizes = {
             "seed": 2 * rows, "batch": capacity.max_rows, "active": capacity.max_rows, "lengths": rows,
             "temperature": rows, "top_k": rows, "top_p": rows, "min_p": rows, "slot": rows, "stopped": rows,
-            "stops": rows * _STOPS, "table": rows * pages, "pool": rows * context,
+            "most": rows, "stops": rows * _STOPS, "table": rows * pages, "pool": rows * context,
         }  # fmt: skip
         self._offset = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
         self._pages = pages
@@ -63,6 +72,8 @@ class DeviceRows:
         self.min_p_R = part("min_p").view(torch.float32)
         self.stopped_R = part("stopped")
         """Whether each row's last sampled token is one of its stop ids, as the sampler saw it."""
+        self.most_R = part("most")
+        """Most drafts of each row that a step may verify: those of the last step of the row that had any."""
         self.stops_RS = part("stops").fill_(-1).view(rows, _STOPS)
         self.slots_R = part("slot").fill_(-1)
         self.table_RP = part("table").fill_(scratch_page).view(rows, pages)
@@ -74,17 +85,24 @@ class DeviceRows:
         """Whether each row asks for top-k, top-p or min-p, bool [rows]."""
         self.slots: _Words = np.full(rows, -1, np.int32)
         """LoRA slot of each row, int32 [rows]; -1 for no adapter."""
+        self.speculates = np.zeros(rows, np.bool_)
+        """Whether the device alone knows how long a row is, once it has chosen a token for it, bool [rows]."""
+        self._most: _Words = np.zeros(rows, np.int32)
+        self._drafting, self._drafts = _NONE, list[int]()
+        """Rows and drafts of the last call of `draft`."""
         self._lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
         self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
         self._named = _NONE
         """Rows of the last call of `batch`; the array never changes."""
+        self._owned = False
+        """Whether the device knows the lengths of all rows of the last call of `batch`, so that none need be sent."""
         self._latest: Decodes | None = None
         """Latest decodes that `_lengths` does not include yet."""
-        self.exchange = Exchange(capacity.max_rows, device)
-        words = 1 + 2 * _MOST_SENT
-        self._ring = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self.exchange = Exchange(words or capacity.max_rows, device)
+        most = 1 + 2 * _MOST_SENT
+        self._ring = [torch.empty(most, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
         self._views = [buffer.numpy() for buffer in self._ring]
-        self._staged = torch.zeros(words, dtype=torch.int32, device=device)
+        self._staged = torch.zeros(most, dtype=torch.int32, device=device)
         self._copied = [torch.cuda.Event() for _ in range(_RING)]
         self._sends = 0
         self._pieces: list[tuple[NDArray[np.int64] | _Words, NDArray[np.int64] | _Words]] = []
@@ -133,7 +151,7 @@ class DeviceRows:
     def batch(self, decodes: Decodes, bucket: int) -> None:
         """Set the first `bucket` rows of the batch to those of `decodes`, padded, and set these rows' lengths."""
         rows = decodes.rows
-        if rows is self._named and decodes.goes_on:  # the usual case: the device is up to date
+        if rows is self._named and (decodes.goes_on or self._owned):  # the usual case: the device is up to date
             self._latest = decodes
             return
         self._settle()
@@ -146,15 +164,28 @@ class DeviceRows:
                 self._batch[:bucket] = wanted
             self._named = rows
         starts = decodes.starts
-        (stale,) = np.nonzero(self._lengths[rows] != starts)
+        lengths = self._lengths[rows]
+        (stale,) = np.nonzero((lengths != starts) & (lengths != _OWNED))
         if len(stale):
             self._put(self._offset["lengths"] + rows[stale], starts[stale])
-        self._lengths[rows] = starts + 1
+        self._note(rows, starts + 1)
+        self._owned = bool(self.speculates[rows].all())
+
+    def draft(self, decodes: Decodes) -> None:
+        """Say how many drafts the next step may verify for each row of `decodes`, which `batch` has just been given."""
+        if decodes.rows is self._drafting and decodes.drafts == self._drafts:
+            return
+        self._drafting, self._drafts = decodes.rows, decodes.drafts
+        most = decodes.most_drafts
+        (changed,) = np.nonzero(self._most[decodes.rows] != most)
+        if len(changed):
+            self._put(self._offset["most"] + decodes.rows[changed], most[changed])
+            self._most[decodes.rows] = most
 
     def sampled(self, row: int, length: int) -> None:
         """Note that a prefill of `row` ends by sampling, which sets the row's length on the device to `length`."""
         self._settle()
-        self._lengths[row] = length
+        self._lengths[row] = _OWNED if self.speculates[row] else length
 
     def unsampled(self, rows: NDArray[np.int64]) -> None:
         """Note that a decode of these rows chooses no token, so that their lengths on the device stay as they were."""
@@ -216,7 +247,7 @@ class DeviceRows:
         scatter_words(target, self._staged, len(places))
 
     def _add_row(self, new: NewRow) -> None:
-        row, start, tokens, sampling, slot, stop_ids, _ = new
+        row, start, tokens, sampling, slot, stop_ids, speculates = new
         first = self._offset["pool"] + row * self._context + start
         self._put(np.arange(first, first + len(tokens)), np.asarray(tokens, np.int32))
         floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
@@ -236,6 +267,8 @@ class DeviceRows:
         asks = 0 < sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
         self.filtered[row] = asks and sampling.temperature > 0.0
         self.slots[row] = slot
+        self._settle()
+        self.speculates[row] = speculates
         self._forget_length(row)  # the length is that of the row's former request
 
     def _forget_length(self, row: int) -> None:
@@ -246,8 +279,12 @@ class DeviceRows:
     def _settle(self) -> None:
         """Bring `_lengths` up to date with the latest decodes."""
         if self._latest is not None:
-            self._lengths[self._latest.rows] = self._latest.starts + 1
+            self._note(self._latest.rows, self._latest.starts + 1)
             self._latest = None
+
+    def _note(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Note the lengths of rows that have just decoded; those of rows that speculate are the device's."""
+        self._lengths[rows] = np.where(self.speculates[rows], _OWNED, lengths)
 
     def _put(self, places: NDArray[np.int64] | _Words, words: NDArray[np.int64] | _Words) -> None:
         self._pieces.append((places, words))

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from headrace.engine.model.cuda.adapters import CudaBank
 from headrace.engine.model.cuda.decodes import Decodes, Ordering
+from headrace.engine.model.cuda.drafting.drafts import CudaDrafts, OpenDrafts, most_lines, most_words
 from headrace.engine.model.cuda.graphs import DecodeGraphs, Key
 from headrace.engine.model.cuda.moves import PageMoves
 from headrace.engine.model.cuda.operations import CudaDecoder
@@ -32,6 +33,7 @@ from headrace.engine.model.cuda.sleep import Weights
 from headrace.engine.model.cuda.steps import (
     CudaStep,
     Result,
+    Runs,
     faults_are_fatal,
     places_of,
     split,
@@ -74,6 +76,7 @@ class CudaRunner:
         device: torch.device,
         bank: CudaBank | None = None,
         weights: Weights | None = None,
+        speculation: OpenDrafts | None = None,
         kernels: Kernels = KERNELS,
     ) -> None:
         """Allocate rows and the paged cache; `warm_up` captures.
@@ -86,8 +89,11 @@ class CudaRunner:
             device: The GPU.
             bank: The adapters that rows may use, closed with this; None without adapters.
             weights: Memory of the model's parameters, closed with this; None where the caller owns it.
+            speculation: How drafts are made for rows that speculate; None where none does.
             kernels: The kernels of attention to choose among.
         """
+        most_drafts = 0 if speculation is None else speculation.most
+        lines = most_lines(capacity.max_rows, most_drafts)
         self._capacity, self._bank, self._weights = capacity, bank, weights
         self._kinds = next(iter(ops.values())).products.kinds
         self._cached = (0, 1) if has_latents(decoder.spec) and capacity.max_context > 1 else (0,)
@@ -97,16 +103,21 @@ class CudaRunner:
         with returned_if_short(self._stream), torch.inference_mode(), self._stream:
             self._memory = next(iter(ops.values())).allocate_pages(decoder.spec.num_layers, capacity.num_pages)
             self._kv = self._memory.kv
-            self._rows = DeviceRows(capacity, self._memory.scratch_page, device)
-            self._sampler = RowSampler(self._rows, capacity, device)
-            self._ids = torch.zeros(2 * capacity.max_rows, dtype=torch.int32, device=device)
-            self._results = [Result(2 * capacity.max_rows) for _ in range(_RESULTS)]
+            words = most_words(capacity.max_rows, most_drafts)
+            self._rows = DeviceRows(capacity, self._memory.scratch_page, device, words)
+            chosen = lines + capacity.max_rows  # in decodes and prefills
+            self._sampler = RowSampler(self._rows, capacity, device, chosen)
+            self._ids = torch.zeros(chosen, dtype=torch.int32, device=device)
+            self._results = [Result(chosen) for _ in range(_RESULTS)]
             self._turn = 0
             self._ordering = Ordering()
             """Order of the decodes that `launch` enqueues itself."""
+            drafts = None
+            if speculation is not None:
+                drafts = CudaDrafts(speculation, self._rows, self._sampler, capacity, device)
             self._graphs = DecodeGraphs(
                 decoder, ops, self._rows, self._sampler, self._kv, self._ids,
-                max_rows=capacity.max_rows, attention=attention, bank=bank, kernels=kernels.decodes,
+                max_rows=capacity.max_rows, attention=attention, bank=bank, drafts=drafts, kernels=kernels.decodes,
             )  # fmt: skip
             self._prefills = Prefills(
                 decoder, ops, self._rows, self._sampler, self._kv, capacity, bank, kernels=kernels.prefills
@@ -269,7 +280,7 @@ class CudaRunner:
 
     def _launch_decodes(self, plan: StepPlan, step: CudaStep) -> bool:
         """Enqueue decodes that come alone; return False, with no effect, if a graph must be captured or waited for."""
-        decodes = self._ordering.of(plan.rows, plan.starts)
+        decodes = self._ordering.of(plan.rows, plan.starts, plan.drafts)
         variant = self._sampler.variant(decodes.rows)
         keys = self._graphs.keys(decodes, variant)
         if variant.masked or not self._graphs.ready(keys):
@@ -280,7 +291,7 @@ class CudaRunner:
         with self._stream, faults_are_fatal():
             self._moves.before(plan.entries)
             self._rows.add((), plan.entries)
-            step.ids, step.places = self._decode(decodes, (), keys), decodes.back
+            self._decode(plan, decodes, (), keys, step)
             step.result.done.record(self._stream)
         return True
 
@@ -310,8 +321,10 @@ class CudaRunner:
             samples = not plan.alone or plan.works[0].samples
             variant = self._sampler.variant(decodes.rows) if samples else None
             keys = self._graphs.keys(decodes, variant)
-            step.ids, step.places = self._decode(decodes, copies, keys), decodes.back
-            lines = self._sampler.lines(decodes.rows, 0) if samples else []
+            self._decode(plan, decodes, copies, keys, step)
+            count = max(count, keys[0].lines) if keys[0].depth else count
+            for ahead in range(keys[0].depth + 1) if samples else ():
+                lines += self._sampler.lines(decodes.rows, ahead * keys[0].bucket, ahead)
         else:
             step.places = _NOWHERE
             self._rows.flush()
@@ -338,15 +351,28 @@ class CudaRunner:
         self._prefills.pools.update(plan)
         return copies
 
-    def _decode(self, decodes: Decodes, copies: Sequence[tuple[int, int]], keys: list[Key]) -> NDArray[np.int32]:
-        """Enqueue one token of each row; return the memory of the ids, which is used if a graph of `keys` chooses."""
-        rows = self._rows
+    def _decode(
+        self,
+        plan: StepPlan,
+        decodes: Decodes,
+        copies: Sequence[tuple[int, int]],
+        keys: list[Key],
+        step: CudaStep,
+    ) -> None:
+        """Enqueue one token of each row, and drafts behind it; tell `step` where what graphs of `keys` choose goes."""
+        rows, depth = self._rows, keys[0].depth
         logits_or_all, *choice = self._graphs.prepare(keys, decodes)
         rows.batch(decodes, keys[0].bucket)
+        if depth:
+            rows.draft(decodes)
         if copies:
             rows.flush()
             page_copies.copy_pages(self._kv, copies)
-        ids = rows.hand_over()
+        answer = rows.hand_over()
+        if depth:
+            step.runs, step.places = Runs.of(plan, decodes, answer, depth), np.zeros(plan.size, np.int64)
+        else:
+            step.ids, step.places = answer, decodes.back
         logits_or_all.replay()
         if keys[-1].variant is None:
             rows.unsampled(decodes.rows)
@@ -354,4 +380,3 @@ class CudaRunner:
             late = self._sampler.act_between(self._graphs.logits(keys), decodes.rows, decodes.starts + 1)
             rows.leave_out(decodes.rows[late], late)
             choice[0].replay()
-        return ids

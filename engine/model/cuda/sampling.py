@@ -51,17 +51,18 @@ VARIANTS: Final = tuple(itertools.starmap(Variant, itertools.product((False, Tru
 class RowSampler:
     """Samples for the rows of one runner, on one stream."""
 
-    def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device) -> None:
+    def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device, lines: int | None = None) -> None:
         """Start without memory for options.
 
         Args:
             rows: The row table.
             capacity: Most rows of a batch, and the width of the logits.
             device: The GPU.
+            lines: Most tokens that a step chooses; None for two of each row, one in a decode and one in a prefill.
         """
         self._rows, self._capacity, self._device = rows, capacity, device
         self._shaped = ShapedRows(rows, capacity, device)
-        self.reported = ReportedRows(rows, capacity, device)
+        self.reported = ReportedRows(rows, capacity, device, lines or 2 * capacity.max_rows)
         self.grammars = GrammarRows(capacity, device)
         self.hosts = HostChoices(capacity)
         self.choices: dict[int, Callable[[], Choice]] = {}
@@ -136,10 +137,16 @@ class RowSampler:
         """Join the threads that find masks."""
         self.grammars.close()
 
-    def lines(self, rows: NDArray[np.int64], first: int) -> list[Lines]:
-        """Return the lines, if any, that a choice for these rows has just written from line `first` on."""
+    def lines(self, rows: NDArray[np.int64], first: int, ahead: int = 0) -> list[Lines]:
+        """Return the lines, if any, that a choice for these rows has just written from line `first` on.
+
+        Args:
+            rows: Rows in the order of the batch.
+            first: First of their lines.
+            ahead: Place of the chosen tokens in the runs that the rows gained.
+        """
         places = self.variant(rows).places
-        return [self.reported.written(rows, places, first)] if places else []
+        return [self.reported.written(rows, places, first, ahead)] if places else []
 
     def choose(
         self,

@@ -6,8 +6,10 @@ Owns the pinned memory of results; never enqueues a kernel. Next to read: runner
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +20,13 @@ from headrace.engine.errors import EngineCrashed
 from headrace.engine.model.cuda.decodes import Decodes, Ordering
 from headrace.engine.model.cuda.reports import Lines, SentLines, read_reports
 from headrace.engine.model.shared.results import LATE, step_result
+from headrace.engine.model.shared.runs import Verified, with_verified
 from headrace.engine.scheduling.plan import StepPlan, Work
 from headrace.engine.scheduling.result import Choice, StepResult
+from headrace.engine.scheduling.shaping import Report
+from headrace.ops.cuda.drafts.accept import HEAD
 
-__all__ = ["CudaStep", "Result", "faults_are_fatal", "is_lost", "places_of", "split"]
+__all__ = ["CudaStep", "Result", "Runs", "faults_are_fatal", "is_lost", "places_of", "split"]
 
 
 class Result:
@@ -43,11 +48,11 @@ class Result:
         if needed > len(self.lines):
             self.lines = torch.empty(needed, dtype=torch.int32, pin_memory=True)
         sent, start = [], 0
-        for words_LW, entries, of_prompt in lines:
+        for words_LW, entries, of_prompt, ahead in lines:
             end = start + words_LW.numel()
             self.lines[start:end].copy_(words_LW.view(-1), non_blocking=True)
             indexed = [(line, index_of[row], top) for line, row, top in entries]
-            sent.append(SentLines(start, (words_LW.shape[0], words_LW.shape[1]), indexed, of_prompt))
+            sent.append(SentLines(start, (words_LW.shape[0], words_LW.shape[1]), indexed, of_prompt, ahead))
             start = end
         return sent
 
@@ -73,12 +78,32 @@ class Result:
         return {index_of[row]: value for row, value in {**pooled, **vectors}.items()}
 
 
+class Runs(NamedTuple):
+    """What the rows of a step with drafts gained."""
+
+    words_BW: NDArray[np.int32]
+    """In the order of the batch: number of drafts, number of tokens, and these; there once the step is done."""
+    places: Mapping[int, int]
+    """Place in the batch of each decode, by the index of its work."""
+    planned: int
+    """Number of works that might have drafts, which are the first."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, decodes: Decodes, words: NDArray[np.int32], depth: int) -> Runs:
+        """Return the runs of a plan's `decodes`, which a graph of `depth` drafts leaves in `words`."""
+        count, width = len(decodes.rows), HEAD + depth + 1
+        more = (index for index, work in enumerate(plan.others, len(plan.rows)) if work.num_tokens == 1)
+        indices = [*range(len(plan.rows)), *itertools.islice(more, count - len(plan.rows))]
+        places = dict(zip(indices, decodes.back.tolist(), strict=True))
+        return cls(words[: count * width].reshape(count, width), places, len(plan.rows))
+
+
 class CudaStep:
     """A launched step; `enqueued` is the event that is set once a step that waits in a queue is enqueued."""
 
     __slots__ = (
         "_has_codes", "_reading", "_tokens", "choices", "enqueued", "error", "forced", "ids", "late", "lines",
-        "places", "pooled", "result",
+        "places", "pooled", "result", "runs",
     )  # fmt: skip
 
     def __init__(self, result: Result) -> None:
@@ -89,6 +114,8 @@ class CudaStep:
         """Ids of the step in the order of the device, once it is done."""
         self.places: NDArray[np.int64]
         """Place in `ids` of each of the plan's works."""
+        self.runs: Runs | None = None
+        """Tokens of the decodes in place of those in `ids`, of a step with drafts."""
         self.lines: list[SentLines] = []
         """Lines of log-probabilities, in the memory of `result`."""
         self.pooled: dict[int, Tensor] = {}
@@ -118,19 +145,20 @@ class CudaStep:
                 raise self.error
             with faults_are_fatal():
                 tokens = self._read()
-            if not (self.lines or self.pooled or self.choices or self.forced):
+            if not (self.lines or self.pooled or self.choices or self.forced or self.runs):
                 return step_result(tokens, has_codes=self._has_codes)
             reports, prompt_reports = read_reports(self.result.lines.numpy(), self.lines)
             choices = {work: ready() for work, ready in self.choices.items()}
-            return step_result(
+            result = step_result(
                 tokens,
                 has_codes=self._has_codes,
-                reports=reports,
+                reports={work: report for (work, ahead), report in reports.items() if not ahead},
                 prompt_reports=prompt_reports,
                 pooled=self.pooled,
                 choices=choices,
                 forced=self.forced,
             )
+            return result if self.runs is None else self._with_runs(result, self.runs, reports)
         finally:
             self.result.taken = False
 
@@ -138,11 +166,27 @@ class CudaStep:
         """Return an id or a code for each work item, whether or not `wait` was called; None if enqueuing failed."""
         return self._read() if self.error is None else None
 
+    def _with_runs(self, result: StepResult, runs: Runs, reports: Mapping[tuple[int, int], Report]) -> StepResult:
+        """Return a result of first tokens with all that drafts gave."""
+        verified = {work: Verified([result.ids[work]], {0: report}) for work, report in result.reports.items()}
+        drafted = [0] * runs.planned
+        words = runs.words_BW.tolist()
+        for work, place in runs.places.items():
+            drafts, count, *ids = words[place]
+            told = {ahead: reports[work, ahead] for ahead in range(count) if (work, ahead) in reports}
+            verified[work] = Verified(ids[:count], told)
+            if work < runs.planned:
+                drafted[work] = drafts
+        return with_verified(result, verified, drafted)
+
     def _read(self) -> list[int]:
         with self._reading:  # after `wait`, another step may use the result
             if self._tokens is None:
                 self.result.done.synchronize()
                 found = self.ids[self.places]
+                if self.runs is not None:
+                    of_runs = self.runs.words_BW[list(self.runs.places.values()), HEAD]
+                    found[list(self.runs.places)] = of_runs
                 self._has_codes = len(self.late) > 0 or bool(found.min(initial=0) < 0)
                 self._tokens = found.tolist()
                 for work in self.late:
@@ -159,7 +203,7 @@ def split(plan: StepPlan) -> tuple[Decodes | None, list[Work]]:
     prefills = [work for work in plan.others if work.num_tokens > 1 or not (work.samples or plan.alone)]
     rows = [*plan.rows, *(work.row for work in more)]
     starts = [*plan.starts, *(work.start for work in more)]
-    return Ordering().of(rows, starts) if rows else None, prefills
+    return Ordering().of(rows, starts, plan.drafts) if rows else None, prefills
 
 
 def places_of(works: Sequence[Work], decodes: NDArray[np.int64], prefill: int) -> NDArray[np.int64]:

@@ -44,6 +44,7 @@ class _Decode:
     """What most ways to attend in decodes have in common."""
 
     name: ClassVar[str]
+    stores: ClassVar[bool] = False
 
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
         """Return None: any GPU that the engine opens on can run the kernel."""
@@ -78,6 +79,7 @@ class FusedDecodes(_Decode):
     """Norm, rotary, KV write and attention of few rows in one kernel (decode.py)."""
 
     name = "fused"
+    stores = True
 
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
         """Return which heads the kernel takes, if not these."""

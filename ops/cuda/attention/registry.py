@@ -57,6 +57,11 @@ class _Kernel(Protocol):
 class DecodeKernel(_Kernel, Protocol):
     """Protocol of the declaration of a way to attend in decodes."""
 
+    @property
+    def stores(self) -> bool:
+        """Whether it also stores the keys and values of its tokens: tokens of one row then cannot see each other."""
+        ...
+
     def most_lines(self, shape: HeadShape, arch: Arch) -> int:
         """Return for how many tokens of each row a step can attend at once, where the kernel does not refuse `shape`.
 

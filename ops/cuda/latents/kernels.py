@@ -7,7 +7,7 @@ that are `LatentShape`. Imports no compiler before a kernel is opened.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
@@ -53,6 +53,8 @@ class _Latent:
 
 class LatentDecodes(_Latent):
     """One token of each row, rows cut into shares where they are few (running.py)."""
+
+    stores: ClassVar[bool] = False
 
     @staticmethod
     def launch(*, pdl: bool) -> Launch:

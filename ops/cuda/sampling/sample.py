@@ -7,7 +7,7 @@ and min-p come first as one threshold on the logits (filter.py), found only for 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -19,12 +19,27 @@ from headrace.ops.cuda.sampling.filter import FilterScratch, find_least
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NON_FINITE", "SampleScratch", "sample"]
+__all__ = ["NON_FINITE", "Asks", "SampleScratch", "sample", "score_tokens"]
 
 NON_FINITE = -1
 
 # One program's share of a row. It is part of the noise's definition: a change changes the tokens of a seed.
 _BLOCK = 4096
+
+
+class Asks(NamedTuple):
+    """What rows ask of a choice; tensors over all rows of a table."""
+
+    temperature_R: Tensor
+    """Temperatures, float32; 0 takes the largest logit, the first of equals."""
+    top_k_R: Tensor
+    """Top-k, int32; 0 for all."""
+    top_p_R: Tensor
+    """Top-p, float32; 1 for all. It applies to what top-k leaves; equal logits stay together."""
+    min_p_R: Tensor
+    """Min-p, float32; 0 for all. It is relative to the largest probability."""
+    seed_R: Tensor
+    """Seeds, int64."""
 
 
 class SampleScratch:
@@ -36,6 +51,7 @@ class SampleScratch:
         device: The GPU.
         dtype: Dtype of the logits.
         filters: Whether to allocate the 128 KB for each row (256 KB for float32) that top-k and top-p need.
+        filter_rows: Rows that thresholds are found for at once, one part of the rows after the other; None for all.
     """
 
     def __init__(
@@ -46,12 +62,14 @@ class SampleScratch:
         *,
         dtype: torch.dtype = torch.bfloat16,
         filters: bool = True,
+        filter_rows: int | None = None,
     ) -> None:
         parts = triton.cdiv(vocabulary, _BLOCK)
         self.scores_BS = torch.empty(rows, parts, dtype=torch.float32, device=device)
         self.ids_BS = torch.empty(rows, parts, dtype=torch.int32, device=device)
         self.least_B = torch.empty(rows, dtype=torch.float32, device=device)
-        self.filter = FilterScratch(rows, vocabulary, device, dtype) if filters else None
+        self.filter_rows = min(rows, filter_rows or rows)
+        self.filter = FilterScratch(self.filter_rows, vocabulary, device, dtype) if filters else None
 
 
 @triton.jit
@@ -201,22 +219,46 @@ def sample(
     Raises:
         ValueError: `filtered` with a scratch that was made without filters.
     """
-    rows, size = logits_BV.shape
-    parts = triton.cdiv(size, _BLOCK)
-    if filtered:
-        if scratch.filter is None:
-            raise ValueError("this scratch was made without room for filters")
-        asks = (rows_B, temperature_R, top_k_R, top_p_R, min_p_R)
-        find_least(logits_BV, asks, scratch.filter, scratch.least_B, pdl=pdl)
-    # fmt: off
-    _scores_kernel[(rows, parts)](
-        logits_BV, rows_B, temperature_R, seed_R, positions_B, scratch.least_B, scratch.scores_BS, scratch.ids_BS,
-        logits_BV.stride(0), size, parts,
-        QUARTER=_BLOCK // 4, FILTER=filtered, PDL=pdl, num_warps=4, launch_pdl=pdl,
-    )
-    _choose_kernel[(rows,)](
+    asks = Asks(temperature_R, top_k_R, top_p_R, min_p_R, seed_R)
+    parts = score_tokens(logits_BV, rows_B, positions_B, asks, scratch, filtered=filtered, pdl=pdl)
+    _choose_kernel[(len(logits_BV),)](
         scratch.scores_BS, scratch.ids_BS, rows_B, positions_B, pool_RC, lengths_R, out_ids_B, stops_RS, stopped_R,
         pool_RC.stride(0), parts, pool_RC.shape[0] - 1, pool_RC.shape[1], PARTS=triton.next_power_of_2(parts),
         STOPS=0 if stops_RS is None else stops_RS.shape[1], PDL=pdl, num_warps=1, launch_pdl=pdl,
-    )
-    # fmt: on
+    )  # fmt: skip
+
+
+def score_tokens(
+    logits_BV: Tensor,
+    rows_B: Tensor,
+    positions_B: Tensor,
+    asks: Asks,
+    scratch: SampleScratch,
+    *,
+    filtered: bool,
+    pdl: bool = False,
+) -> int:
+    """Leave the best token of each part of the vocabulary, and its score, in `scratch`; return the number of parts.
+
+    Arguments are those of `sample`.
+
+    Raises:
+        ValueError: `filtered` with a scratch that was made without filters.
+    """
+    rows, size = logits_BV.shape
+    parts = triton.cdiv(size, _BLOCK)
+    at_once = scratch.filter_rows if filtered else rows
+    for first in range(0, rows, at_once):
+        some = slice(first, min(first + at_once, rows))
+        logits_AV, rows_A = logits_BV[some], rows_B[some]
+        if filtered:
+            if scratch.filter is None:
+                raise ValueError("this scratch was made without room for filters")
+            asked = (rows_A, asks.temperature_R, asks.top_k_R, asks.top_p_R, asks.min_p_R)
+            find_least(logits_AV, asked, scratch.filter, scratch.least_B, pdl=pdl)
+        _scores_kernel[(len(rows_A), parts)](
+            logits_AV, rows_A, asks.temperature_R, asks.seed_R, positions_B[some], scratch.least_B,
+            scratch.scores_BS[some], scratch.ids_BS[some], logits_AV.stride(0), size, parts,
+            QUARTER=_BLOCK // 4, FILTER=filtered, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
+    return parts

@@ -1,0 +1,181 @@
+"""`CudaDrafts`: what the graphs of decode steps do besides, where rows compute drafts: guess, lay out, verify, append.
+
+Owns the tensors between these; never computes a logit, and never decides which rows run or how deep. Next to read:
+drafter.py, and ops/cuda/drafts/accept.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from headrace.engine.model.cuda.drafting.drafter import CudaDrafter, RowTable
+from headrace.engine.model.cuda.rows import DeviceRows
+from headrace.engine.model.cuda.sampling import RowSampler, Variant
+from headrace.engine.scheduling.plan import Capacity
+from headrace.ops.cuda.drafts.accept import HEAD, Appended, accept, choose_and_accept
+from headrace.ops.cuda.drafts.lines import prepare_lines
+from headrace.ops.cuda.fused import DecodeInputs
+from headrace.ops.cuda.sampling.sample import Asks, SampleScratch
+
+__all__ = ["MOST_LINES", "CudaDrafts", "OpenDrafts", "depths", "most_lines", "most_words"]
+
+MOST_LINES: Final = 1024
+"""Most lines of a step with drafts: from there on, products take as long as their multiplications, and drafts gain
+next to nothing; and logits are wide."""
+_DEPTHS: Final = (1, 2, 4, 8, 16)
+"""Depths that have graphs, beside the largest."""
+
+
+class OpenDrafts(NamedTuple):
+    """How one engine's drafts are made."""
+
+    open: Callable[[RowTable], CudaDrafter]
+    """Makes what guesses for the rows of a table."""
+    most: int
+    """Largest number of drafts of a row in one step."""
+    rates: tuple[float, ...] = ()
+    """For benchmarks: the share of drafts that count as right at each place, whatever they are; empty otherwise."""
+
+
+def depths(most: int) -> list[int]:
+    """Return the depths of an engine's graphs of up to `most` drafts a row, in rising order; 0 is not among them."""
+    return [*(depth for depth in _DEPTHS if depth < most), most]
+
+
+def most_lines(max_rows: int, most: int) -> int:
+    """Return how many lines the largest step has, in an engine of up to `max_rows` rows and `most` drafts a row."""
+    return max(max_rows, min(MOST_LINES, max_rows * (most + 1)))
+
+
+def most_words(max_rows: int, most: int) -> int:
+    """Return how many words the answer of the largest step has: a count of drafts, one of tokens, and these."""
+    return most_lines(max_rows, most) + (HEAD * max_rows if most else 0)
+
+
+class CudaDrafts:
+    """Drafts of one runner's rows, all on one stream."""
+
+    def __init__(
+        self,
+        wanted: OpenDrafts,
+        rows: DeviceRows,
+        sampler: RowSampler,
+        capacity: Capacity,
+        device: torch.device,
+    ) -> None:
+        """Allocate for the largest step.
+
+        Args:
+            wanted: What guesses, and how many tokens.
+            rows: The row table.
+            sampler: The sampler of these rows.
+            capacity: Most rows of a step, and the width of the logits.
+            device: The GPU.
+        """
+        self.most, self._rows, self._sampler, self._capacity, self._device = (
+            wanted.most,
+            rows,
+            sampler,
+            capacity,
+            device,
+        )
+        self.drafter = wanted.open(RowTable(rows.pool_RC, rows.lengths_R, rows.most_R, rows.table_RP))
+        self.lines = most_lines(capacity.max_rows, self.most)
+        """Most lines of a step."""
+        size = capacity.max_rows
+
+        def words(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        self._line_rows, self._counts, self._ids = words(self.lines), words(size), words(size)
+        self._going, self._places = words(size), words(size)
+        self._runs = words(self.lines + HEAD * size)
+        self._rates = torch.tensor(wanted.rates, device=device) if wanted.rates else None
+        self._scratch: dict[bool, SampleScratch] = {}
+        self._asks = Asks(rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R, rows.seed_R)
+        self._appended = Appended(rows.pool_RC, rows.lengths_R, rows.stops_RS, rows.stopped_R)
+
+    def depth_of(self, wanted: int, bucket: int) -> int:
+        """Return the depth of the graph for a step of `bucket` rows with up to `wanted` drafts each; 0 for none."""
+        fits = self.lines // bucket - 1
+        return max((depth for depth in depths(self.most) if depth <= fits and self._serves(depth, wanted)), default=0)
+
+    def _serves(self, depth: int, wanted: int) -> bool:
+        """Return whether a depth is no larger than the smallest that has room for `wanted` drafts."""
+        return wanted > 0 and depth <= next(each for each in depths(self.most) if each >= min(wanted, self.most))
+
+    def line_rows(self, bucket: int, depth: int) -> Tensor:
+        """Return the row of each line of a step, int32, in the memory that `prepare` writes."""
+        return self._line_rows[: bucket * (depth + 1)]
+
+    def run_counts(self, bucket: int, depth: int) -> Tensor:
+        """Return the number of tokens that each row gained in the step that has just chosen, int32, strided."""
+        return self._runs_of(bucket, depth)[:, 1]
+
+    def prepare(self, bucket: int, depth: int, inputs: DecodeInputs, page_size: int) -> None:
+        """Enqueue the drafts of a step and the inputs of its lines."""
+        rows, counts_B = self._rows, self._counts[:bucket]
+        active_B = rows.active_R[:bucket]
+        self.drafter.draft(active_B, depth, counts_B)
+        prepare_lines(
+            active_B, counts_B, rows.most_R, rows.pool_RC, rows.lengths_R, rows.table_RP,
+            self.line_rows(bucket, depth), inputs, depth=depth, page_size=page_size,
+        )  # fmt: skip
+
+    def choose(
+        self, logits_LV: Tensor, bucket: int, depth: int, inputs: DecodeInputs, variant: Variant, *, pdl: bool
+    ) -> Tensor:
+        """Enqueue the choice of tokens behind the lines, as far as drafts are right; return the words of all runs.
+
+        Raises:
+            torch.OutOfMemoryError: The variant is new, and there is no memory for what it needs.
+        """
+        runs_BW = self._runs_of(bucket, depth)
+        if variant.shaped or variant.places:
+            self._choose_by_place(logits_LV, bucket, depth, inputs, variant, runs_BW, pdl=pdl)
+        else:
+            choose_and_accept(
+                logits_LV, self._rows.active_R[:bucket], self.line_rows(bucket, depth), inputs, self._asks,
+                self._appended, runs_BW, self._scratch_for(filtered=variant.filtered), filtered=variant.filtered,
+                pdl=pdl, rates_K=self._rates,
+            )  # fmt: skip
+        return runs_BW.view(-1)
+
+    def _choose_by_place(
+        self,
+        logits_LV: Tensor,
+        bucket: int,
+        depth: int,
+        inputs: DecodeInputs,
+        variant: Variant,
+        runs_BW: Tensor,
+        *,
+        pdl: bool,
+    ) -> None:
+        """Choose at one place of all rows after the other, as if each were a step of its own.
+
+        Penalties count the drafts before a place, which are tokens of the rows that choose there.
+        """
+        going_B, places_B, ids_B = self._going[:bucket], self._places[:bucket], self._ids[:bucket]
+        line_rows_L, rows = self.line_rows(bucket, depth), self._rows
+        active_B, stopped_R = rows.active_R[:bucket], rows.stopped_R
+        for ahead in range(depth + 2):
+            accept(ahead, active_B, line_rows_L, inputs, ids_B, going_B, places_B, stopped_R, runs_BW)
+            if ahead <= depth:
+                logits_BV = logits_LV[ahead : bucket * (depth + 1) : depth + 1]
+                self._sampler.choose(logits_BV, going_B, places_B, ids_B, variant, first=ahead * bucket, pdl=pdl)
+
+    def _runs_of(self, bucket: int, depth: int) -> Tensor:
+        return self._runs[: bucket * (HEAD + depth + 1)].view(bucket, -1)
+
+    def _scratch_for(self, *, filtered: bool) -> SampleScratch:
+        if filtered not in self._scratch:
+            self._scratch[filtered] = SampleScratch(
+                self.lines, self._capacity.vocab_size, self._device,
+                dtype=torch.float32, filters=filtered, filter_rows=self._capacity.max_rows,
+            )  # fmt: skip
+        return self._scratch[filtered]
