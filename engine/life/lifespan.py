@@ -103,6 +103,10 @@ class Lifespan:
 
     def _make_loop(self, opened: Opened, host: HostPages | None) -> StepLoop:
         config = self._config
+        speculation = None
+        if config.speculation is not None:
+            padded = opened.info.device != "cpu"  # a graph computes the same lines whatever they hold
+            speculation = Speculation(config.speculation.k, opened.capacity, padded=padded)
         scheduler = Scheduler(
             opened.capacity,
             secret=os.urandom(32),
@@ -111,7 +115,7 @@ class Lifespan:
             slots=slots_of(opened.adapters, config),
             host=host,
             itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
-            speculation=None if config.speculation is None else Speculation(config.speculation.k, opened.capacity),
+            speculation=speculation,
         )
         return StepLoop(
             scheduler,

@@ -15,9 +15,24 @@ __all__ = ["Speculation"]
 class Speculation:
     """How deep the steps of one engine speculate, and what came of it."""
 
-    def __init__(self, most: int, capacity: Capacity, choose: Callable[[int, int], int] | None = None) -> None:
-        """Verify up to `most` drafts a row and step; `choose` takes the place of `DepthRule.choose`, for tests."""
-        self.rule = DepthRule(most)
+    def __init__(
+        self,
+        most: int,
+        capacity: Capacity,
+        choose: Callable[[int, int], int] | None = None,
+        *,
+        padded: bool = False,
+    ) -> None:
+        """Begin without counts.
+
+        Args:
+            most: Most drafts of a row in one step.
+            capacity: Limits of the device.
+            choose: Takes the place of `DepthRule.choose`, for tests.
+            padded: Whether the device computes as many tokens for a row without drafts as for others.
+        """
+        self._padded = padded
+        self.rule = DepthRule(most, padded=padded)
         self.runs = 0
         """Number of rows of steps that verified drafts."""
         self.drafted = 0
@@ -50,4 +65,5 @@ class Speculation:
                         self.accepted_at[place] += 1
         contexts = [start for request, start in zip(plan.decodes, plan.starts, strict=True) if request.asked.speculates]
         if contexts and not plan.others:
-            self.rule.observe(len(contexts), sum(contexts) // len(contexts), sum(result.drafted), seconds)
+            drafts = sum(plan.drafts if self._padded and result.drafted else result.drafted)
+            self.rule.observe(len(contexts), sum(contexts) // len(contexts), drafts, seconds)

@@ -66,9 +66,14 @@ class DepthRule:
     and earlier where requests are new.
     """
 
-    def __init__(self, most: int) -> None:
-        """Choose depths from 0 to `most`."""
-        self._most = most
+    def __init__(self, most: int, *, padded: bool = False) -> None:
+        """Choose depths from 0 to `most`.
+
+        Args:
+            most: Largest depth.
+            padded: Whether the device computes as many tokens for a row without drafts as for others.
+        """
+        self._most, self._padded = most, padded
         self._right = [_Mean() for _ in range(most)]
         self._there = [_Mean() for _ in range(most)]
         self._times: dict[tuple[int, int], _Times] = {}
@@ -126,7 +131,8 @@ class DepthRule:
         elif best := self._best(times, rows):
             self._take(best, _HOLD)
         elif self.depth:
-            lost = trial * (times.expected(rows * sum(each.value for each in self._there)) / times.expected(0.0) - 1.0)
+            drafts = rows * sum(map(self._drafts_at, range(self._most)))
+            lost = trial * (times.expected(drafts) / times.expected(0.0) - 1.0)
             self._pause, self._rested = max(_HOLD, min(int(lost / _LOST), _LONGEST_PAUSE)), 0
             self._take(0, _HOLD)
         elif self._rested >= self._pause:
@@ -143,13 +149,17 @@ class DepthRule:
             return self._most  # there are hardly any, which cost nothing
         best, best_rate = 0, _MARGIN / times.expected(0.0)
         tokens, drafts = 1.0, 0.0
-        for depth, (right, there) in enumerate(zip(self._right, self._there, strict=True), 1):
+        for depth, right in enumerate(self._right, 1):
             tokens += right.value
-            drafts += there.value
+            drafts += self._drafts_at(depth - 1)
             rate = tokens / times.expected(rows * drafts)
             if rate > best_rate:
                 best, best_rate = depth, rate
         return best
+
+    def _drafts_at(self, place: int) -> float:
+        """Return how many tokens a row is expected to compute at one place behind its own."""
+        return 1.0 if self._padded else self._there[place].value
 
     def _times_of(self, rows: int, context: int) -> _Times:
         """Return the times of steps of about as many rows and as long contexts, by powers of two."""

@@ -1,0 +1,91 @@
+"""Drafts on a GPU that is emulated (tests/emulated_cuda.py): every request gives what it gives without, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from emulated_cuda import Gpu, emulated
+from gpu.checkpoints import kv_bytes
+from gpu.conftest import Zoo
+from gpu.drafting import ASKED, PROMPTS, SPECULATING, draft_by_answers, random_depths, run, same_answers, told
+
+from headrace.engine import InvalidParams, ResponseFormat
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with emulated() as gpu:
+        yield gpu
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return Zoo(tmp_path_factory.mktemp("checkpoints"), "cuda")
+
+
+@pytest.mark.parametrize("name", ["exact", "llama 3"])
+@pytest.mark.parametrize(
+    ("least", "more"),
+    [
+        (4, {}),
+        (0, {"launch_ahead": 1}),
+        (0, {"launch_ahead": 8, "prefix_cache": False}),
+        (3, {"pages": 16}),
+        (3, {"pages": 16, "swap_memory": "8MiB"}),
+        (4, {"decode_attention": "fa2"}),
+    ],
+    ids=["deep", "one ahead", "far ahead", "short of pages", "swapped", "planned"],
+)
+def test_drafts_change_nothing(
+    name: str, least: int, more: dict[str, Any], gpu: Gpu, zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = zoo.folder(name)
+    (plain,) = run(folder, "cuda", count=20)
+    draft_by_answers(monkeypatch, told(plain))
+    random_depths(monkeypatch, least)
+    options = {**SPECULATING, **more}
+    if pages := options.pop("pages", 0):
+        options["kv_memory"] = kv_bytes(folder, pages)
+
+    def check(stats: Any) -> None:
+        assert stats.drafted_tokens > 50
+        assert stats.accepted_tokens > 0.5 * stats.drafted_tokens
+        if pages:
+            assert stats.preemptions > 0
+
+    for found in run(folder, "cuda", count=20, rounds=2, check=check, **options):
+        same_answers(found, plain, rounded=name != "exact")
+
+
+def test_requests_that_wait_for_the_host_share_steps(gpu: Gpu, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = zoo.folder("speaking")
+    waiting: list[dict[str, Any]] = [
+        {"response_format": ResponseFormat.regex("[a-f]{3,40}"), "temperature": 1.0, "seed": 2},
+        {"deterministic": True, "max_tokens": 6},
+        {"beam_width": 2, "max_tokens": 6},
+    ]
+    (plain,) = run(folder, "cuda", [*ASKED, *waiting], count=20)
+    draft_by_answers(monkeypatch, told(plain))
+    random_depths(monkeypatch, 4)
+    (found,) = run(folder, "cuda", [*ASKED, *waiting], count=20, **SPECULATING)
+    same_answers(found, plain, rounded=True)
+
+
+def test_ngrams_are_drafted_by_the_kernel(gpu: Gpu, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = zoo.folder("exact")
+    (plain,) = run(folder, "cuda", [{}] * len(PROMPTS), count=60)
+    random_depths(monkeypatch, 4)
+
+    def check(stats: Any) -> None:
+        assert stats.accepted_tokens > 20
+
+    (found,) = run(folder, "cuda", [{}] * len(PROMPTS), count=60, check=check, **SPECULATING)
+    same_answers(found, plain)
+    assert gpu.launches["_ngram_kernel"] > 10
+
+
+def test_a_way_that_cannot_see_drafts_is_refused(gpu: Gpu, zoo: Zoo) -> None:
+    with pytest.raises(InvalidParams, match="drafts are several"):
+        run(zoo.folder("exact"), "cuda", decode_attention="fused", **SPECULATING)
