@@ -1,4 +1,4 @@
-"""Drafts on the device change nothing: not one token where rounding changes none, and elsewhere as little as batches."""
+"""Drafts on a GPU change no token where rounding changes none, and elsewhere as little as batches of other sizes do."""
 
 from __future__ import annotations
 

@@ -1,16 +1,22 @@
-"""`Decodes`: the rows of one decode step in the order of the batch, and `Ordering`, which sorts them.
+"""`Decodes`: the rows of one decode step in the order of the batch, `Ordering`, which sorts them, and `Planned`.
 
-Owns the order alone; knows nothing of a row's state on the device. Next to read: rows.py.
+Owns the order, and how attention divides its work where the host plans that; knows nothing of a row's state on the
+device. Next to read: rows.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Decodes", "Ordering"]
+from headrace.ops.cuda.attention.steps import PlannedAttention
+
+__all__ = ["Decodes", "Ordering", "Planned"]
+
+_PLANNED_AHEAD = 64  # tokens: until a planned split of the work is made anew; bounds how uneven it may get
 
 
 class _Batch(NamedTuple):
@@ -81,3 +87,20 @@ class Ordering:
             self._rows, self._batch = rows, _Batch(np.array(rows, np.int64)[order], order, order.argsort())
         self._next = [start + 1 for start in starts]
         return Decodes(self._batch, starts, drafts or [], goes_on=goes_on)
+
+
+class Planned:
+    """The host's division of the work of one batch, which holds until a row outgrows it."""
+
+    def __init__(self, lines: int, attention: Sequence[PlannedAttention]) -> None:
+        """Begin without a division, for batches of `lines` tokens."""
+        self._attention = attention
+        self._covered: NDArray[np.int64] = np.zeros(lines, np.int64)
+
+    def plan(self, lengths: NDArray[np.int64], *, anew: bool) -> None:
+        """Plan for `lengths` if another batch was planned since (`anew`), or if a row has outgrown the present plan."""
+        if not anew and (lengths <= self._covered).all():
+            return
+        self._covered = lengths + _PLANNED_AHEAD
+        for attention in self._attention:
+            attention.plan(self._covered.tolist())

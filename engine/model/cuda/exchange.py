@@ -14,9 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.ops.cuda.memory.scatter import Batch, ExchangeLines, apply_words, leave_ids
+from headrace.ops.cuda.memory.scatter import Batch, ExchangeLines, apply_words, leave_ids, scatter_words
 
-__all__ = ["MOST_PAIRS", "Exchange", "Pieces"]
+__all__ = ["MOST_PAIRS", "Exchange", "Pieces", "Sender"]
+
+_RING: Final = 16
+_MOST_SENT: Final = 1 << 16
 
 MOST_PAIRS: Final = 2048
 """Most pairs of a place and a word that one replay takes."""
@@ -25,6 +28,45 @@ _TURNS = 16
 
 Pieces: TypeAlias = Sequence[tuple[NDArray[np.int64] | NDArray[np.int32], NDArray[np.int64] | NDArray[np.int32]]]
 """Pairs of arrays: places, and the words to write there."""
+
+
+class Sender:
+    """Sends many words to scattered places of a tensor beside graphs: one copy and one kernel for each `_MOST_SENT`."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Allocate pinned memory for several sends at once."""
+        most = 1 + 2 * _MOST_SENT
+        self._ring = [torch.empty(most, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
+        self._views = [buffer.numpy() for buffer in self._ring]
+        self._staged = torch.zeros(most, dtype=torch.int32, device=device)
+        self._copied = [torch.cuda.Event() for _ in range(_RING)]
+        self._sends = 0
+
+    def send(self, target: Tensor, places: NDArray[np.int32], words: NDArray[np.int32]) -> None:
+        """Enqueue the words on the current stream.
+
+        Args:
+            target: int32 tensor of one dimension, contiguous.
+            places: Indices in it; none may come twice.
+            words: int32 words to write there.
+        """
+        for start in range(0, len(places), _MOST_SENT):
+            some = slice(start, start + _MOST_SENT)
+            self._send(target, places[some], words[some])
+
+    def _send(self, target: Tensor, places: NDArray[np.int32], words: NDArray[np.int32]) -> None:
+        slot = self._sends % _RING
+        self._sends += 1
+        self._copied[slot].synchronize()
+        end = 1 + 2 * len(places)
+        view = self._views[slot]
+        view[0] = len(places)
+        view[1:end:2] = places
+        view[2:end:2] = words
+        with torch.inference_mode():
+            self._staged[:end].copy_(self._ring[slot][:end], non_blocking=True)
+        self._copied[slot].record()
+        scatter_words(target, self._staged, len(places))
 
 
 class Exchange:

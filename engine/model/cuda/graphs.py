@@ -15,14 +15,13 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.concurrency.garbage import not_collected
 from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.model.cuda.adapters import NO_USE, AdapterUse, CudaBank
 from headrace.engine.model.cuda.compiling import compiles
-from headrace.engine.model.cuda.decodes import Decodes
+from headrace.engine.model.cuda.decodes import Decodes, Planned
 from headrace.engine.model.cuda.drafting.drafts import CudaDrafts, depths
 from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.cuda.rows import DeviceRows
@@ -32,7 +31,7 @@ from headrace.engine.model.spec import MixerSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, DecodeKernel, DecodeRoom, resolve_decode
 from headrace.ops.cuda.attention.shape import HeadShape
-from headrace.ops.cuda.attention.steps import DecodeStep, PlannedAttention, WholeStep
+from headrace.ops.cuda.attention.steps import DecodeStep, WholeStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.experts.registry import Padding
 from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
@@ -47,7 +46,6 @@ _STRIDE = 64
 _PREPARATION: Final = Launch(
     "the preparation of the step", overlaps=False, writes=frozenset(("pages", "lengths", "activations"))
 )
-_PLANNED_AHEAD = 64  # tokens: until a planned split of the work is made anew; bounds how uneven it may get
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -105,22 +103,6 @@ def _keys(bucket: int, way: str, variant: Variant | None, use: AdapterUse = NO_U
 def _place(key: Key) -> tuple[int, str, int]:
     """Return what decides the attention of a graph: its bucket, way and depth."""
     return key.bucket, key.way, key.depth
-
-
-class _Planned:
-    """The host's division of the work of one batch, which holds until a row outgrows it."""
-
-    def __init__(self, lines: int, attention: Sequence[PlannedAttention]) -> None:
-        self._attention = attention
-        self._covered: NDArray[np.int64] = np.zeros(lines, np.int64)
-
-    def plan(self, lengths: NDArray[np.int64], *, anew: bool) -> None:
-        """Plan for `lengths` if another batch was planned since (`anew`), or if a row has outgrown the present plan."""
-        if not anew and (lengths <= self._covered).all():
-            return
-        self._covered = lengths + _PLANNED_AHEAD
-        for attention in self._attention:
-            attention.plan(self._covered.tolist())
 
 
 class _Uncaptured:
@@ -197,7 +179,7 @@ class DecodeGraphs:
         self._is_capturing = True
         """Whether steps are captured, as all are but those of a foreign model that cannot be."""
         self._pool: Any = None
-        self._plans: dict[tuple[int, str, int], _Planned] = {}
+        self._plans: dict[tuple[int, str, int], Planned] = {}
         self._steps: dict[tuple[int, str, int], dict[MixerSpec, DecodeStep | WholeStep]] = {}
         """Places and attention of the steps of each (bucket, way, depth)."""
         self._between: dict[tuple[int, str, AdapterUse], Tensor] = {}
@@ -383,7 +365,7 @@ class DecodeGraphs:
         return DecodeInputs(tokens, positions, slots, lengths, pages, tails)
 
     def _make_steps(self, key: Key) -> None:
-        """Open the attention of a graph, if no other graph has. What attends to all lines of a row at once goes here."""
+        """Open the attention of a graph, if no graph of its bucket, way and depth has."""
         at, lines = _place(key), key.lines
         if at in self._steps:
             return
@@ -398,5 +380,5 @@ class DecodeGraphs:
         steps = {mixer: kernel.open(ops.shape, inputs, room) for mixer, ops in self._ops.items()}
         planned = [step.planned for step in steps.values() if isinstance(step, DecodeStep) and step.planned is not None]
         if planned:
-            self._plans[at] = _Planned(lines, planned)
+            self._plans[at] = Planned(lines, planned)
         self._steps[at] = steps

@@ -15,14 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.model.cuda.decodes import Decodes
-from headrace.engine.model.cuda.exchange import MOST_PAIRS, Exchange
+from headrace.engine.model.cuda.exchange import MOST_PAIRS, Exchange, Sender
 from headrace.engine.scheduling.plan import Capacity, GivenTokens, NewRow, PageEntry, RowOptions
-from headrace.ops.cuda.memory.scatter import Batch, scatter_words
+from headrace.ops.cuda.memory.scatter import Batch
 
 __all__ = ["DeviceRows"]
 
-_RING = 16
-_MOST_SENT = 1 << 16
 _STOPS = 32
 """Stop ids by which the device itself sees that a row has stopped: more than a request may name."""
 _OWNED = -2
@@ -43,6 +41,37 @@ class DeviceRows:
             device: The GPU.
             words: Most words that a graph answers with; None for one of each row.
         """
+        pages = self._lay_out(capacity, scratch_page, device)
+        rows = capacity.max_rows + 1
+        self.pages: _Words = np.full((rows, pages), scratch_page, np.int32)
+        """Block table on the host, int32 [rows, pages]."""
+        self._pages_flat = self.pages.reshape(-1).data
+        self.filtered = np.zeros(rows, np.bool_)
+        """Whether each row asks for top-k, top-p or min-p, bool [rows]."""
+        self.slots: _Words = np.full(rows, -1, np.int32)
+        """LoRA slot of each row, int32 [rows]; -1 for no adapter."""
+        self.speculates = np.zeros(rows, np.bool_)
+        """Whether the device alone knows how long a row is, once it has chosen a token for it, bool [rows]."""
+        self._most: _Words = np.zeros(rows, np.int32)
+        self._drafting, self._drafts = _NONE, list[int]()
+        """Rows and drafts of the last call of `draft`."""
+        self._lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
+        self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
+        self._named = _NONE
+        """Rows of the last call of `batch`; the array never changes."""
+        self._owned = False
+        """Whether the device knows the lengths of all rows of the last call of `batch`, so that none need be sent."""
+        self._latest: Decodes | None = None
+        """Latest decodes that `_lengths` does not include yet."""
+        self.exchange = Exchange(words or capacity.max_rows, device)
+        self._sender = Sender(device)
+        self._pieces: list[tuple[NDArray[np.int64] | _Words, NDArray[np.int64] | _Words]] = []
+        """Places and words that are still to be sent."""
+        self._cells: dict[int, int] = {}
+        """Single words that are still to be sent, by place."""
+
+    def _lay_out(self, capacity: Capacity, scratch_page: int, device: torch.device) -> int:
+        """Allocate the arena and name its parts; return the number of pages of a row."""
         self._size = capacity.page_size
         self.padding_row = capacity.max_rows
         rows, pages = capacity.max_rows + 1, -(-capacity.max_context // capacity.page_size)
@@ -78,37 +107,7 @@ class DeviceRows:
         self.slots_R = part("slot").fill_(-1)
         self.table_RP = part("table").fill_(scratch_page).view(rows, pages)
         self.pool_RC = part("pool").view(rows, context)
-        self.pages: _Words = np.full((rows, pages), scratch_page, np.int32)
-        """Block table on the host, int32 [rows, pages]."""
-        self._pages_flat = self.pages.reshape(-1).data
-        self.filtered = np.zeros(rows, np.bool_)
-        """Whether each row asks for top-k, top-p or min-p, bool [rows]."""
-        self.slots: _Words = np.full(rows, -1, np.int32)
-        """LoRA slot of each row, int32 [rows]; -1 for no adapter."""
-        self.speculates = np.zeros(rows, np.bool_)
-        """Whether the device alone knows how long a row is, once it has chosen a token for it, bool [rows]."""
-        self._most: _Words = np.zeros(rows, np.int32)
-        self._drafting, self._drafts = _NONE, list[int]()
-        """Rows and drafts of the last call of `draft`."""
-        self._lengths: NDArray[np.int64] = np.zeros(rows, np.int64)
-        self._batch: _Words = np.full(capacity.max_rows, self.padding_row, np.int32)
-        self._named = _NONE
-        """Rows of the last call of `batch`; the array never changes."""
-        self._owned = False
-        """Whether the device knows the lengths of all rows of the last call of `batch`, so that none need be sent."""
-        self._latest: Decodes | None = None
-        """Latest decodes that `_lengths` does not include yet."""
-        self.exchange = Exchange(words or capacity.max_rows, device)
-        most = 1 + 2 * _MOST_SENT
-        self._ring = [torch.empty(most, dtype=torch.int32, pin_memory=True) for _ in range(_RING)]
-        self._views = [buffer.numpy() for buffer in self._ring]
-        self._staged = torch.zeros(most, dtype=torch.int32, device=device)
-        self._copied = [torch.cuda.Event() for _ in range(_RING)]
-        self._sends = 0
-        self._pieces: list[tuple[NDArray[np.int64] | _Words, NDArray[np.int64] | _Words]] = []
-        """Places and words that are still to be sent."""
-        self._cells: dict[int, int] = {}
-        """Single words that are still to be sent, by place."""
+        return pages
 
     def add(self, new_rows: Sequence[NewRow], entries: Sequence[PageEntry], options: Sequence[RowOptions] = ()) -> None:
         """Add a plan's new rows and page entries; `flush` or `hand_over` sends them.
@@ -144,7 +143,7 @@ class DeviceRows:
             return
         places = np.concatenate((self._offset["stopped"] + rows, self._offset["active"] + lines))
         words = np.repeat(np.array([1, self.padding_row], np.int32), (len(rows), len(lines)))
-        self._send_all(self._arena, places.astype(np.int32), words)
+        self._sender.send(self._arena, places.astype(np.int32), words)
         for row in rows.tolist():
             self._forget_length(row)
 
@@ -200,7 +199,7 @@ class DeviceRows:
         if self._pieces:
             columns, self._pieces = zip(*self._pieces, strict=True), []
             places, words = (np.concatenate(each, dtype=np.int32, casting="same_kind") for each in columns)
-            self._send_all(self._arena, places, words)
+            self._sender.send(self._arena, places, words)
 
     def hand_over(self) -> _Words:
         """Leave the changes since the last time to the graph that is replayed next, which begins with `apply`.
@@ -221,30 +220,11 @@ class DeviceRows:
             places: Indices in it; none may come twice.
             words: int32 words to write there.
         """
-        self._send_all(target, places.astype(np.int32), words)
+        self._sender.send(target, places.astype(np.int32), words)
 
     def apply(self) -> None:
         """Enqueue the words that `hand_over` left to a graph, and note on the device which rows of the batch go on."""
         self.exchange.apply(self._arena, Batch(self.batch_R, self.stopped_R, self.active_R, self.padding_row))
-
-    def _send_all(self, target: Tensor, places: _Words, words: _Words) -> None:
-        for start in range(0, len(places), _MOST_SENT):
-            some = slice(start, start + _MOST_SENT)
-            self._send(target, places[some], words[some])
-
-    def _send(self, target: Tensor, places: _Words, words: _Words) -> None:
-        slot = self._sends % _RING
-        self._sends += 1
-        self._copied[slot].synchronize()
-        end = 1 + 2 * len(places)
-        view = self._views[slot]
-        view[0] = len(places)
-        view[1:end:2] = places
-        view[2:end:2] = words
-        with torch.inference_mode():
-            self._staged[:end].copy_(self._ring[slot][:end], non_blocking=True)
-        self._copied[slot].record()
-        scatter_words(target, self._staged, len(places))
 
     def _add_row(self, new: NewRow) -> None:
         row, start, tokens, sampling, slot, stop_ids, speculates = new

@@ -92,8 +92,6 @@ class CudaRunner:
             speculation: How drafts are made for rows that speculate; None where none does.
             kernels: The kernels of attention to choose among.
         """
-        most_drafts = 0 if speculation is None else speculation.most
-        lines = most_lines(capacity.max_rows, most_drafts)
         self._capacity, self._bank, self._weights = capacity, bank, weights
         self._kinds = next(iter(ops.values())).products.kinds
         self._cached = (0, 1) if has_latents(decoder.spec) and capacity.max_context > 1 else (0,)
@@ -103,21 +101,19 @@ class CudaRunner:
         with returned_if_short(self._stream), torch.inference_mode(), self._stream:
             self._memory = next(iter(ops.values())).allocate_pages(decoder.spec.num_layers, capacity.num_pages)
             self._kv = self._memory.kv
-            words = most_words(capacity.max_rows, most_drafts)
-            self._rows = DeviceRows(capacity, self._memory.scratch_page, device, words)
-            chosen = lines + capacity.max_rows  # in decodes and prefills
+            rows, most = capacity.max_rows, 0 if speculation is None else speculation.most
+            self._rows = DeviceRows(capacity, self._memory.scratch_page, device, most_words(rows, most))
+            chosen = most_lines(rows, most) + rows  # in decodes and prefills
             self._sampler = RowSampler(self._rows, capacity, device, chosen)
             self._ids = torch.zeros(chosen, dtype=torch.int32, device=device)
             self._results = [Result(chosen) for _ in range(_RESULTS)]
             self._turn = 0
             self._ordering = Ordering()
             """Order of the decodes that `launch` enqueues itself."""
-            drafts = None
-            if speculation is not None:
-                drafts = CudaDrafts(speculation, self._rows, self._sampler, capacity, device)
+            drafts = speculation and CudaDrafts(speculation, self._rows, self._sampler, capacity, device)
             self._graphs = DecodeGraphs(
                 decoder, ops, self._rows, self._sampler, self._kv, self._ids,
-                max_rows=capacity.max_rows, attention=attention, bank=bank, drafts=drafts, kernels=kernels.decodes,
+                max_rows=rows, attention=attention, bank=bank, drafts=drafts, kernels=kernels.decodes,
             )  # fmt: skip
             self._prefills = Prefills(
                 decoder, ops, self._rows, self._sampler, self._kv, capacity, bank, kernels=kernels.prefills
