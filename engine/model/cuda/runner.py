@@ -33,7 +33,7 @@ from headrace.engine.model.cuda.sleep import Weights
 from headrace.engine.model.cuda.steps import (
     CudaStep,
     Result,
-    Runs,
+    RowRuns,
     faults_are_fatal,
     places_of,
     split,
@@ -366,7 +366,7 @@ class CudaRunner:
             page_copies.copy_pages(self._kv, copies)
         answer = rows.hand_over()
         if depth:
-            step.runs, step.places = Runs.of(plan, decodes, answer, depth), np.zeros(plan.size, np.int64)
+            step.runs, step.places = RowRuns.of(plan, decodes, answer, depth), np.zeros(plan.size, np.int64)
         else:
             step.ids, step.places = answer, decodes.back
         logits_or_all.replay()

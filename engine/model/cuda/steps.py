@@ -26,7 +26,7 @@ from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cuda.drafts.accept import HEAD
 
-__all__ = ["CudaStep", "Result", "Runs", "faults_are_fatal", "is_lost", "places_of", "split"]
+__all__ = ["CudaStep", "Result", "RowRuns", "faults_are_fatal", "is_lost", "places_of", "split"]
 
 
 class Result:
@@ -78,7 +78,7 @@ class Result:
         return {index_of[row]: value for row, value in {**pooled, **vectors}.items()}
 
 
-class Runs(NamedTuple):
+class RowRuns(NamedTuple):
     """What the rows of a step with drafts gained."""
 
     words_BW: NDArray[np.int32]
@@ -89,7 +89,7 @@ class Runs(NamedTuple):
     """Number of works that might have drafts, which are the first."""
 
     @classmethod
-    def of(cls, plan: StepPlan, decodes: Decodes, words: NDArray[np.int32], depth: int) -> Runs:
+    def of(cls, plan: StepPlan, decodes: Decodes, words: NDArray[np.int32], depth: int) -> RowRuns:
         """Return the runs of a plan's `decodes`, which a graph of `depth` drafts leaves in `words`."""
         count, width = len(decodes.rows), HEAD + depth + 1
         more = (index for index, work in enumerate(plan.others, len(plan.rows)) if work.num_tokens == 1)
@@ -114,7 +114,7 @@ class CudaStep:
         """Ids of the step in the order of the device, once it is done."""
         self.places: NDArray[np.int64]
         """Place in `ids` of each of the plan's works."""
-        self.runs: Runs | None = None
+        self.runs: RowRuns | None = None
         """Tokens of the decodes in place of those in `ids`, of a step with drafts."""
         self.lines: list[SentLines] = []
         """Lines of log-probabilities, in the memory of `result`."""
@@ -166,7 +166,7 @@ class CudaStep:
         """Return an id or a code for each work item, whether or not `wait` was called; None if enqueuing failed."""
         return self._read() if self.error is None else None
 
-    def _with_runs(self, result: StepResult, runs: Runs, reports: Mapping[tuple[int, int], Report]) -> StepResult:
+    def _with_runs(self, result: StepResult, runs: RowRuns, reports: Mapping[tuple[int, int], Report]) -> StepResult:
         """Return a result of first tokens with all that drafts gave."""
         verified = {work: Verified([result.ids[work]], {0: report}) for work, report in result.reports.items()}
         drafted = [0] * runs.planned
