@@ -20,7 +20,7 @@ from torch import Tensor
 from headrace.engine.concurrency.garbage import not_collected
 from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.model.cuda.adapters import NO_USE, AdapterUse, CudaBank
-from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.cuda.compiling import ways, ways_together
 from headrace.engine.model.cuda.decodes import Decodes, Planned
 from headrace.engine.model.cuda.drafting.drafts import CudaDrafts, depths
 from headrace.engine.model.cuda.operations import CudaDecoder
@@ -28,9 +28,7 @@ from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler, Variant
 from headrace.engine.model.cuda.steps import is_lost
 from headrace.engine.model.spec import MixerSpec
-from headrace.ops.cuda.arch import Arch
-from headrace.ops.cuda.attention.registry import DecodeChoice, DecodeKernel, DecodeRoom, resolve_decode
-from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.ops.cuda.attention.registry import DecodeKernel, DecodeRoom
 from headrace.ops.cuda.attention.steps import DecodeStep, WholeStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.experts.registry import Padding
@@ -54,21 +52,9 @@ def buckets(max_rows: int) -> list[int]:
     return [*(size for size in sizes if size < max_rows), max_rows]
 
 
-def _ways(
-    kernels: Sequence[DecodeKernel], shapes: Sequence[HeadShape], arch: Arch, attention: str
-) -> tuple[DecodeChoice, dict[str, DecodeKernel]]:
-    """Return the choice between ways to attend in decodes that could be compiled, and all that were asked for.
-
-    All layers of a step attend in one way, which takes the heads of each.
-    """
-    named = {each.name: each for each in kernels if attention in ("auto", each.name)}
-    able = [
-        each
-        for each in named.values()
-        if all(each.refuses(shape, arch) is None for shape in shapes)
-        and (attention != "auto" or compiles(each.builds(shapes[0]), f"decodes attend without {each.name!r}, slower"))
-    ]
-    return resolve_decode(able, shapes[0], arch), named
+_Way: TypeAlias = tuple[str, bool]
+"""Name of a way of attention, and whether all lines of a row attend together."""
+_Place: TypeAlias = tuple[int, str, int, bool]
 
 
 class Key(NamedTuple):
@@ -86,6 +72,8 @@ class Key(NamedTuple):
     """Whether the graph computes logits; if not, it only chooses, from the logits that another graph has left."""
     depth: int = 0
     """Most drafts that the graph computes for a row."""
+    together: bool = False
+    """Whether attention reads a row's keys once for all of its lines; if not, each line is a row to it."""
 
     @property
     def lines(self) -> int:
@@ -93,16 +81,17 @@ class Key(NamedTuple):
         return self.bucket * (self.depth + 1)
 
 
-def _keys(bucket: int, way: str, variant: Variant | None, use: AdapterUse = NO_USE, depth: int = 0) -> list[Key]:
+def _keys(bucket: int, way: _Way, variant: Variant | None, use: AdapterUse = NO_USE, depth: int = 0) -> list[Key]:
     """Return the keys of a step's graphs, in the order of replay."""
+    name, together = way
     if variant is None or not variant.masked:
-        return [Key(bucket, way, variant, use, depth=depth)]
-    return [Key(bucket, way, None, use), Key(bucket, way, variant, use, has_logits=False)]
+        return [Key(bucket, name, variant, use, depth=depth, together=together)]
+    return [Key(bucket, name, None, use), Key(bucket, name, variant, use, has_logits=False)]
 
 
-def _place(key: Key) -> tuple[int, str, int]:
+def _place(key: Key) -> _Place:
     """Return what decides the attention of a graph: its bucket, way and depth."""
-    return key.bucket, key.way, key.depth
+    return key.bucket, key.way, key.depth, key.together
 
 
 class _Uncaptured:
@@ -165,9 +154,11 @@ class DecodeGraphs:
         any_ops = next(iter(ops.values()))
         self._pdl, self._shape, self._chain = any_ops.pdl, any_ops.shape, any_ops.products.room.chain
         shapes = [each.shape for each in ops.values()]
-        self._ways, self._kernels = _ways(kernels, shapes, any_ops.arch, attention)
+        self._ways, self._kernels = ways(kernels, shapes, any_ops.arch, attention)
         self._line_ways = self._ways._replace(ways=tuple(each for each in self._ways.ways if not each[0].stores))
         """Ways to attend for lines, several of which may be of one row."""
+        self._depths = [] if drafts is None else depths(drafts.most)
+        self._together = ways_together(self._ways, shapes, any_ops.arch, self._depths)
         self._room = DecodeRoom(any_ops.arch, self._device, most_rows=self._buckets[-1], pdl=self._pdl)
         lines = max_rows if drafts is None else drafts.lines
         # A line sees the keys that other lines of its row store in the same step, so attention reads none too early.
@@ -179,18 +170,17 @@ class DecodeGraphs:
         self._is_capturing = True
         """Whether steps are captured, as all are but those of a foreign model that cannot be."""
         self._pool: Any = None
-        self._plans: dict[tuple[int, str, int], Planned] = {}
-        self._steps: dict[tuple[int, str, int], dict[MixerSpec, DecodeStep | WholeStep]] = {}
+        self._plans: dict[_Place, Planned] = {}
+        self._steps: dict[_Place, dict[MixerSpec, DecodeStep | WholeStep]] = {}
         """Places and attention of the steps of each (bucket, way, depth)."""
         self._between: dict[tuple[int, str, AdapterUse], Tensor] = {}
         """Logits that one graph leaves to another, which chooses, by (bucket, way, adapters)."""
-        self._last_planned: tuple[int, str, int] | None = None
+        self._last_planned: _Place | None = None
 
     def capture(self, *, contexts: Sequence[int], variants: Sequence[Variant]) -> None:
         """Capture the graphs of every bucket for attention over each of `contexts` tokens, and each of `variants`."""
         for size in reversed(self._buckets):  # the largest first: the pool's memory serves the others
-            wanted = [0] if self._drafts is None else [0, *depths(self._drafts.most)]
-            for context, variant, depth in itertools.product(contexts, variants, wanted):
+            for context, variant, depth in itertools.product(contexts, variants, (0, *self._depths)):
                 if depth == self._depth(size, depth):
                     for key in _keys(size, self._way(size, context, depth), variant, depth=depth):
                         self._graph(key)
@@ -248,10 +238,12 @@ class DecodeGraphs:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _way(self, bucket: int, context: int, depth: int) -> str:
+    def _way(self, bucket: int, context: int, depth: int) -> _Way:
+        if depth and (kernel := self._together[depth].find(bucket, context)) is not None:
+            return kernel.name, True
         if self._choice != "auto":
-            return self._choice
-        return (self._line_ways if depth else self._ways).at(bucket * (depth + 1), context).name
+            return self._choice, False
+        return (self._line_ways if depth else self._ways).at(bucket * (depth + 1), context).name, False
 
     def _depth(self, bucket: int, wanted: int) -> int:
         """Return the depth of the graph for a step of `bucket` rows with up to `wanted` drafts each."""
@@ -317,7 +309,7 @@ class DecodeGraphs:
 
     def _run(self, key: Key) -> None:
         """Run the decode step, or the part of it that the graph of `key` records."""
-        bucket, way, variant, use, has_logits, depth = key
+        bucket, way, variant, use, has_logits, depth, _ = key
         at = bucket, way, use
         logits_LV = self._logits(key) if has_logits else self._between[at]
         if variant is None:
@@ -376,8 +368,9 @@ class DecodeGraphs:
                 every.pages_BP[:lines], every.tails_B[:lines],
             )  # fmt: skip
         kernel, inputs = self._kernels[key.way], self._inputs[lines]
-        room = self._line_room if key.depth else self._room
-        steps = {mixer: kernel.open(ops.shape, inputs, room) for mixer, ops in self._ops.items()}
+        room = self._line_room if key.depth and not key.together else self._room
+        of_row = key.depth + 1 if key.together else 1
+        steps = {mixer: kernel.open(ops.shape, inputs, room, of_row) for mixer, ops in self._ops.items()}
         planned = [step.planned for step in steps.values() if isinstance(step, DecodeStep) and step.planned is not None]
         if planned:
             self._plans[at] = Planned(lines, planned)

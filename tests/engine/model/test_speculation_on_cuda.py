@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one ahead": ("exact", 0, {"launch_ahead": 1}),
     "far ahead": ("exact", 0, {"launch_ahead": 8, "prefix_cache": False}),
     "short of pages": ("exact", 3, {"pages": 24}),
-    "swapped": ("exact", 3, {"pages": 24, "swap_memory": "8MiB"}),
+    "swapped": ("exact", 3, {"pages": 24, "swap_memory": "8MiB", "prefix_cache": False}),
     "keys of drafts": ("llama 3", 4, {}),
     "keys far ahead": ("llama 3", 0, {"launch_ahead": 8}),
     "planned": ("llama 3", 4, {"decode_attention": "fa2"}),
