@@ -64,6 +64,7 @@ class RequestFields(SamplingBounds):
     include_stop_str_in_output: Bool | None = None
     skip_special_tokens: Bool | None = None
     ignore_eos: Bool | None = None
+    speculate: Bool | None = None
     spaces_between_special_tokens: Bool | None = None
     best_of: Annotated[int, Field(strict=True, ge=1)] | None = None
     logit_bias: dict[str, float] | None = None
