@@ -79,6 +79,8 @@ class _Matcher:
         self.lexer = lexer
         self.matcher = lexer.matcher.deep_copy()
         self._tokens: list[int] = []
+        self._earlier: list[list[int] | None] = []
+        """Values of `known` before each of the last tokens."""
         lexer.rows.add(self)
         self.known: list[int] | None = None
         """Token ids that are forced next; None until they have been found."""
@@ -95,7 +97,17 @@ class _Matcher:
     def note(self, token: int) -> None:
         """Update everything but the matcher for a token."""
         self._tokens.append(token)
+        self._earlier.append(self.known)
         self.known = self.known[1:] or None if self.known and self.known[0] == token else None
+
+    def rollback(self, count: int) -> None:
+        if not count:
+            return
+        self.known = self._earlier[-count]
+        del self._tokens[-count:], self._earlier[-count:]
+        if self.matcher.is_error() or not self.matcher.rollback(count):
+            self.matcher = self.lexer.matcher.deep_copy()
+            self.matcher.consume_tokens(self._tokens)
 
     def forced(self) -> Sequence[int]:
         if self.known is None:

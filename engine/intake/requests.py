@@ -215,7 +215,7 @@ def make_requests(
             jumps=grammar is not None and shaping is None and _takes_runs(asking),
             processor=_processor(asking, version),
             alone=params.deterministic,
-            speculates=speculates and _may_speculate(asking, grammar),
+            speculates=speculates and _may_speculate(asking),
             deadline=asking.ends,
         )
         requests.append(
@@ -240,10 +240,10 @@ def _processor(asking: Asking, version: AdapterVersion | None) -> LogitsProcesso
     return lambda tokens, logits_V: given(tokens[virtual:], logits_V)
 
 
-def _may_speculate(asking: Asking, grammar: Grammar | None) -> bool:
+def _may_speculate(asking: Asking) -> bool:
     """Return whether drafts may be verified: nothing outside the device has a say in each token before the next."""
     params = asking.params
-    return params.speculate and grammar is None and asking.logits_processor is None and not params.deterministic
+    return params.speculate and asking.logits_processor is None and not params.deterministic
 
 
 def _takes_runs(asking: Asking) -> bool:

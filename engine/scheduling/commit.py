@@ -103,9 +103,7 @@ class Commits:
 
     def _commit_others(self, plan: StepPlan, result: StepResult, others: set[Request]) -> Committed:
         """Commit the work items of `others`, and return what the whole step means."""
-        self.step = plan.step
-        forced = sum(map(len, result.forced.values()))
-        self.takes_forced = forced > 0 and self._pace.is_worth(forced, plan.size)
+        self._begin(plan, result)
         gained: list[Request] = []
         tokens: list[int] = []
         for index, (request, start, count, samples) in enumerate(plan.shares()):
@@ -123,17 +121,17 @@ class Commits:
     def _commit_runs(self, plan: StepPlan, result: StepResult) -> Committed:
         """Commit a step that verified drafts, so that a decode has one new token or several."""
         runs = runs_of(plan, result)
-        self.step = plan.step
-        self.takes_forced = False
+        self._begin(plan, result)
         gained: list[Request] = []
         tokens: list[int] = []
         for index, (request, start, count, samples) in enumerate(plan.shares()):
             first, ids = next(runs)
             token = result.instead.get(first, ids[0])
             part = StepPart(index, start, start + count, samples, token, first, result)
+            is_whole = not isinstance(result.instead.get(first + len(ids) - 1), NoToken)
             if index >= len(plan.decodes):
                 self._commit_one(request, part)
-            elif not isinstance(token, NoToken) and gain_run(request, plan.drafts[index], ids, self._vocab_size):
+            elif is_whole and gain_run(request, plan.drafts[index], ids, self._vocab_size):
                 self._roster.charge(request, len(ids) - 1)
                 self._prefixes.offer(request)
                 gained += [request] * len(ids)
@@ -144,17 +142,24 @@ class Commits:
 
     def _commit_run(self, request: Request, part: StepPart, drafts: int, ids: Sequence[int]) -> None:
         """Commit a decode one token after the other, until its request ends."""
-        if not request.asked.speculates or request.discard or _has_ended(request):
+        if not request.asked.speculates or request.discard:
             self._commit_one(request, part)
             return
-        request.settle(drafts, len(ids))
-        self._roster.charge(request, len(ids) - 1)
+        last = part.place + len(ids) - 1
+        latest = part.result.instead.get(last, ids[-1])
+        if not _has_ended(request):
+            request.settle(drafts, len(ids))
+            self._roster.charge(request, max(0, len(ids) - 1 - isinstance(latest, NoToken)))
         for place, token in enumerate(ids[:-1], part.place):
             if not _has_ended(request):
                 self._take(request, true_part(request, part, place, token))
-        last = part.place + len(ids) - 1
-        latest = part.result.instead.get(last, ids[-1])
         self._commit_one(request, true_part(request, part, last, latest))
+
+    def _begin(self, plan: StepPlan, result: StepResult) -> None:
+        """Take note of the step that is committed."""
+        self.step = plan.step
+        forced = sum(map(len, result.forced.values()))
+        self.takes_forced = forced > 0 and self._pace.is_worth(forced, plan.size)
 
     def _take(self, request: Request, part: StepPart) -> None:
         """Give a request that has not ended its part of a step."""

@@ -186,8 +186,11 @@ class Request:
 
     @property
     def is_plannable(self) -> bool:
-        """Whether the request runs and was not preempted, which may also happen while a step is planned."""
-        return self.state is State.RUNNING and not self.leaving
+        """Whether the request runs, was not preempted, which may also happen while a step is planned, and is in order.
+
+        Tokens that the device does not know yet are sent only once it is known where they begin.
+        """
+        return self.state is State.RUNNING and not self.leaving and not (self.unsent and self.reach)
 
     @property
     def is_decodable(self) -> bool:
@@ -220,6 +223,7 @@ class Request:
         self.unsent = max(0, self.known - place)
         self.computed = self.planned = min(self.known, place if self.unsent else place - 1)
         self.discard = self.in_flight
+        self.reach = 0
         self.plain_until = 0
         self.is_held = True
 
@@ -229,6 +233,9 @@ class Request:
         self.reach -= drafts
         self.planned -= missed
         self.known -= missed
+        if (ahead := len(self.tokens) - self.known) > 0:  # tokens that a grammar forced, which the step did not reach
+            self.unsent += ahead
+            self.known += ahead
 
     def room(self, page_size: int) -> int:
         """Return the position up to which the request has pages of `page_size` tokens."""

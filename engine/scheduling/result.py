@@ -43,7 +43,7 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 
 
 class StepResult(NamedTuple):
-    """Result of a step. Every mapping is from the index of a work item of the plan, except for the two by place."""
+    """Result of a step. Every mapping is from the index of a work item of the plan, except for those by place."""
 
     ids: Sequence[int]
     """New token ids of the work items, in order. The id of an item is arbitrary if the item samples nothing, if
@@ -63,7 +63,7 @@ class StepResult(NamedTuple):
     choices: Mapping[int, Choice] = _NONE
     """Calls that choose the tokens that are `NoToken.CHOSEN_LATER`."""
     forced: Mapping[int, Sequence[int]] = _NONE
-    """Tokens that a row's grammar forces after its new token."""
+    """Tokens that a row's grammar forces after its new token, by the token's place in `ids`."""
     drafted: Sequence[int] = ()
     """Number of drafts that were verified for each of the plan's decodes, in order; empty if for none."""
 

@@ -67,6 +67,10 @@ class GrammarState(Protocol):
         """Advance by a token that was allowed."""
         ...
 
+    def rollback(self, count: int) -> None:
+        """Go back to where the row was before the last `count` tokens of `advance`."""
+        ...
+
     def forced(self) -> Sequence[int]:
         """Return the tokens that must come next, as the tokenizer splits the text that is forced; often none."""
         ...

@@ -11,22 +11,19 @@ import anyio
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from speculating import Answers, Guess, Oracle, always, guess_by, native, options, random_depths, told, wholes
 from tiny_models import chat_folder
 from torch import Tensor
 
-from headrace.engine import Completion, Engine, EngineConfig, InvalidParams, SamplingParams
+from headrace.engine import Engine, EngineConfig, InvalidParams, SamplingParams
 from headrace.engine.model.cpu.drafts import CpuDrafts, verify
 from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.drafting.ngram import NgramDrafter
 from headrace.engine.model.shared.runs import Verified
 from headrace.engine.scheduling.plan import Work
-from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.speculation import Ngram, speculation_of
 from headrace.engine.testing import no_pages_held
-from headrace.ops.cpu.native.library import library
 from headrace.ops.cpu.shape import Shaper
-
-native = pytest.mark.skipif(library() is None, reason="no C compiler, or a processor without AVX2")
 
 PROMPTS = [
     "one two three one two three one two",
@@ -57,45 +54,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_folder(tmp_path_factory.mktemp("speculation"))
 
 
-Guess = Callable[[Sequence[int], int], list[int]]
-
-
-class Guesser:
-    """A drafter by a function; counts its drafts."""
-
-    def __init__(self, guess: Guess) -> None:
-        self._guess = guess
-        self.count = 0
-
-    def draft(self, tokens_N: NDArray[np.int64], most: int) -> list[int]:
-        drafts = self._guess(tokens_N.tolist(), most)[:most]
-        self.count += len(drafts)
-        return drafts
-
-
-class Oracle:
-    """Knows what comes, from another engine's answers; some of its drafts are wrong."""
-
-    def __init__(self, wrong: float) -> None:
-        self.known: list[list[int]] = []
-        self._wrong = wrong
-        self._chance = random.Random(3)
-
-    def __call__(self, tokens: Sequence[int], most: int) -> list[int]:
-        for known in self.known:
-            if known[: len(tokens)] == tokens:
-                drafts = known[len(tokens) : len(tokens) + most]
-                return [(id + 1) % 257 if self._chance.random() < self._wrong else id for id in drafts]
-        return []
-
-
-def options(**more: Any) -> dict[str, Any]:
-    return {"device": "cpu", "cpu_threads": 1, "kv_memory": "1MiB", "dtype": "float32", "seed": 3} | more
-
-
-Answers = dict[int, Completion]
-
-
 async def ask_all(engine: Engine, asked: Sequence[dict[str, Any]] = ASKED) -> Answers:
     """The answers to all that is asked at once: ids, text, log-probabilities and how each ended."""
     found: Answers = {}
@@ -112,14 +70,6 @@ async def ask_all(engine: Engine, asked: Sequence[dict[str, Any]] = ASKED) -> An
     return found
 
 
-def told(answers: Answers) -> dict[int, Any]:
-    """All that callers see of the answers, but for what depends on who came first."""
-    return {
-        index: (answer.choices, answer.prompt_logprobs, answer.usage.completion_tokens)
-        for index, answer in answers.items()
-    }
-
-
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Answers:
     """What an engine without speculation answers."""
@@ -129,28 +79,6 @@ def alone(model: Path) -> Answers:
             return await ask_all(engine)
 
     return anyio.run(run)
-
-
-def wholes(answers: Answers) -> list[list[int]]:
-    """The tokens of prompts and answers together."""
-    return [each.prompt_token_ids + choice.token_ids for each in answers.values() for choice in each.choices]
-
-
-def always(depth: int) -> Callable[..., int]:
-    return lambda self, rows, context: depth
-
-
-def random_depths(most: int) -> Callable[..., int]:
-    chance = random.Random(1)
-    return lambda self, rows, context: chance.randint(0, most)
-
-
-def guess_by(monkeypatch: pytest.MonkeyPatch, guess: Guess, choose: Callable[..., int]) -> Guesser:
-    """Let engines that open from now on draft by `guess`, as deep as `choose` says."""
-    guesser = Guesser(guess)
-    monkeypatch.setattr("headrace.engine.model.cpu.opening.NgramDrafter", lambda longest: guesser)
-    monkeypatch.setattr(DepthRule, "choose", choose)
-    return guesser
 
 
 _CHANCE = random.Random(4)

@@ -249,7 +249,8 @@ class Bounds:
     def _is_left_out(self, request: Request) -> bool:
         """Whether the prompt of a running request does not go on in this plan, so far; steps of one are in turn."""
         late = request.latest_step != self._scheduler.roster.step
-        return late and request.known - request.planned > 1 and not request.asked.alone
+        owes = request.known - request.planned > 1 and request.is_plannable
+        return late and owes and not request.asked.alone
 
     def _check_passed(self, starts: Request, waits: Request) -> None:
         """`starts` gets a row while `waits` could."""

@@ -28,7 +28,7 @@ class RigRunner(ScriptedRunner):
         self._hosted: set[int] = set()
         self._jumping: set[int] = set()
         self._masked: set[int] = set()
-        self._late = LateRows()
+        self.late = LateRows()
         self.left_out = 0
         self._forced: dict[int, list[int]] = {}
         """Tokens that grammars force behind those of the step that is launched, by work."""
@@ -39,11 +39,11 @@ class RigRunner(ScriptedRunner):
         self._stops: dict[int, frozenset[int]] = {}
         self._drafts: dict[int, int] = {}
         """Row -> number of drafts that the step which is launched verifies for it."""
-        self._runs: dict[int, list[int]] = {}
-        """Work of that step -> its tokens behind the first."""
+        self._runs: dict[int, list[int | NoToken]] = {}
+        """Work of that step -> its tokens behind the first; the last may be late."""
 
     def launch(self, plan: StepPlan) -> ScriptedStep:
-        plan = replace(plan, given=self._late.take(plan))
+        plan = replace(plan, given=self.late.take(plan))
         for row in plan.new_rows:
             self._seeds[row.row] = row.sampling.seed
             self._hosted.discard(row.row)
@@ -53,6 +53,9 @@ class RigRunner(ScriptedRunner):
             if row.speculates:
                 self.lengths[row.row] = row.start + len(row.tokens)
                 self._stops[row.row] = row.stop_ids
+        for given in plan.given:
+            if given.row in self.lengths:
+                self.lengths[given.row] = given.start + len(given.tokens)
         self._jumping.update(options.row for options in plan.options if options.jumps)
         self._hosted.update(options.row for options in plan.options if options.processor is not None)
         self._masked.update(options.row for options in plan.options if options.grammar is not None)
@@ -83,21 +86,32 @@ class RigRunner(ScriptedRunner):
             is_right = scripted_token([plan.step, work.row, ahead], 1000) < 1000 * self.rate
             tokens[position + 1] = token if is_right else (token + 1) % self.capacity.vocab_size
 
-    def _verify(self, index: int, work: Work) -> int:
-        """Choose the tokens of a row for as long as drafts are right; return the first of them."""
-        tokens, run = self._tokens[work.row], list[int]()
+    def _verify(self, plan: StepPlan, index: int, work: Work) -> int | NoToken:
+        """Choose the tokens of a row for as long as drafts are right and no mask is late; return the first of them."""
+        tokens, run = self._tokens[work.row], list[int | NoToken]()
         drafts = self._drafts.get(work.row, 0)
         for count in range(work.num_tokens - drafts, work.num_tokens + 1):
-            read = self._read(work._replace(num_tokens=count))
-            run.append(scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size))
-            place = work.start + count
-            is_right = count < work.num_tokens and tokens[place] == run[-1]
-            tokens[place] = run[-1]
-            if not is_right or run[-1] in self._stops[work.row]:
+            part = work._replace(num_tokens=count)
+            if self._is_late(plan, part, len(run)):
+                run.append(NoToken.LATE)
                 break
-        self.lengths[work.row] = place + 1
+            read = self._read(part)
+            token = scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size)
+            run.append(token)
+            place = work.start + count
+            self.lengths[work.row] = place + 1
+            is_right = count < work.num_tokens and tokens[place] == token
+            tokens[place] = token
+            if not is_right or token in self._stops[work.row]:
+                self._force(index, work, [*read, token])
+                break
         self._runs[index] = run[1:]
         return run[0]
+
+    def _force(self, index: int, work: Work, known: list[int]) -> None:
+        """Note what a grammar forces behind a row's last token, now and then."""
+        if work.row in self._jumping and known[-1] % 3 == 0:
+            self._forced[index] = self._following(self._seeds[work.row], known, known[-1] % 6)
 
     def _cell_places(self, work: Work) -> list[tuple[int, int]]:
         """Page and cell of every position that `work` reads or writes."""
@@ -111,7 +125,7 @@ class RigRunner(ScriptedRunner):
         return 0 if window is None else max(0, position - window + 1)
 
     def _write(self, plan: StepPlan) -> None:
-        going = [work for work in plan.works if work.row not in self._late]
+        going = [work for work in plan.works if work.row not in self.late]
         for work in going:
             if self._drafts.get(work.row):
                 self._draft(plan, work)
@@ -126,12 +140,14 @@ class RigRunner(ScriptedRunner):
         result = super()._result(plan, sampled)._replace(forced=self._forced)
         if not any(self._drafts.values()):
             return result
-        runs = [[first, *self._runs.get(index, ())] for index, first in enumerate(result.ids)]
-        places = np.cumsum([0, *map(len, runs)])
+        runs = [[sampled[index], *self._runs.get(index, ())] for index in range(len(sampled))]
+        ends = np.cumsum([len(run) for run in runs]) - 1
+        ids = [token for run in runs for token in run]
         return result._replace(
-            ids=[token for run in runs for token in run],
+            ids=[0 if isinstance(token, NoToken) else token for token in ids],
             counts=list(map(len, runs)),
-            instead={int(places[index]): what for index, what in result.instead.items()},
+            instead={place: token for place, token in enumerate(ids) if isinstance(token, NoToken)},
+            forced={int(ends[index]): tokens for index, tokens in self._forced.items()},
             drafted=[self._drafts.get(work.row, 0) for work in plan.works],
         )
 
@@ -140,30 +156,29 @@ class RigRunner(ScriptedRunner):
         self._forced, self._runs = {}, {}
         for index, work in enumerate(plan.works):
             token: int | NoToken = 0
-            if work.row in self._late:
+            if work.row in self.late:
                 pass  # whatever it says, nobody may believe it
-            elif work.samples and self._is_late(plan, work):
+            elif work.samples and work.row not in self.lengths and self._is_late(plan, work):
                 token = NoToken.LATE
             elif work.samples and work.row in self._hosted:
                 token = NoToken.CHOSEN_LATER
                 self._tokens[work.row][work.start + work.num_tokens] = token.value
             elif work.samples and work.row in self.lengths:
-                token = self._verify(index, work)
+                token = self._verify(plan, index, work)
             elif work.samples:
                 read = self._read(work)
                 token = scripted_token([self._seeds[work.row], *read], self.capacity.vocab_size)
                 self._tokens[work.row][work.start + work.num_tokens] = token
-                if work.row in self._jumping and token % 3 == 0:
-                    self._forced[index] = self._following(self._seeds[work.row], [*read, token], token % 6)
+                self._force(index, work, [*read, token])
             sampled.append(token)
         return sampled
 
-    def _is_late(self, plan: StepPlan, work: Work) -> bool:
-        """Whether a row is left out; a step of one row waits for it."""
+    def _is_late(self, plan: StepPlan, work: Work, ahead: int = 0) -> bool:
+        """Whether a row is left out, behind so many right drafts; a step of one row waits for it."""
         may_be = work.row in self._masked and not plan.alone
-        late = may_be and scripted_token([plan.step, work.row], _LATE_IN) == 0
+        late = may_be and scripted_token([plan.step, work.row, *[ahead] * bool(ahead)], _LATE_IN) == 0
         if late:
-            self._late.hold(work.row, work.start + work.num_tokens)
+            self.late.hold(work.row, work.start + work.num_tokens)
             self.left_out += 1
         return late
 

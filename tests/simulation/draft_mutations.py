@@ -41,10 +41,10 @@ def during(owner: object, method: str, module: ModuleType, name: str, make: Call
 def a_draft_too_many_is_accepted(rig: Rig) -> None:
     runner = rig.runner
 
-    def make(verify: Callable[[int, Work], int]) -> Callable[[int, Work], int]:
-        def verifies(index: int, work: Work) -> int:
+    def make(verify: Callable[[StepPlan, int, Work], int]) -> Callable[[StepPlan, int, Work], int]:
+        def verifies(plan: StepPlan, index: int, work: Work) -> int:
             guesses = dict(runner._tokens[work.row])
-            first = verify(index, work)
+            first = verify(plan, index, work)
             place = runner.lengths[work.row]
             if place < work.start + work.num_tokens and place in guesses:
                 runner._runs[index].append(guesses[place])
@@ -61,9 +61,9 @@ def a_draft_too_many_is_accepted(rig: Rig) -> None:
 def tokens_behind_drafts_have_the_noise_of_the_next_position(rig: Rig) -> None:
     runner, vocab = rig.runner, rig.capacity.vocab_size
 
-    def make(verify: Callable[[int, Work], int]) -> Callable[[int, Work], int]:
-        def verifies(index: int, work: Work) -> int:
-            first = verify(index, work)
+    def make(verify: Callable[[StepPlan, int, Work], int]) -> Callable[[StepPlan, int, Work], int]:
+        def verifies(plan: StepPlan, index: int, work: Work) -> int:
+            first = verify(plan, index, work)
             if run := runner._runs[index]:
                 run[-1] = scripted_token([run[-1], runner.lengths[work.row]], vocab)
                 runner._tokens[work.row][runner.lengths[work.row] - 1] = run[-1]
@@ -78,9 +78,9 @@ def tokens_behind_drafts_have_the_noise_of_the_next_position(rig: Rig) -> None:
 def a_row_goes_on_behind_a_wrong_draft(rig: Rig) -> None:
     runner = rig.runner
 
-    def make(verify: Callable[[int, Work], int]) -> Callable[[int, Work], int]:
-        def verifies(index: int, work: Work) -> int:
-            first = verify(index, work)
+    def make(verify: Callable[[StepPlan, int, Work], int]) -> Callable[[StepPlan, int, Work], int]:
+        def verifies(plan: StepPlan, index: int, work: Work) -> int:
+            first = verify(plan, index, work)
             if runner._drafts.get(work.row):
                 runner.lengths[work.row] = work.start + work.num_tokens + 1
             return first

@@ -20,7 +20,7 @@ from headrace.engine.scheduling.result import NoToken
 from headrace.engine.scheduling.shaping import Grammar
 from headrace.engine.testing import ScriptedEngine, scripted_token
 
-__all__ = ["END", "FORMATS", "LONGEST_RUN", "Place", "follows", "is_whole", "picked"]
+__all__ = ["END", "FORMATS", "LONGEST_RUN", "Place", "compiled", "follows", "is_whole", "picked"]
 
 END = 256
 """The token that ends a sequence."""
@@ -82,12 +82,12 @@ def _ids(mask: bytes) -> list[int]:
 @lru_cache(maxsize=1000)  # soon full, so that a long life holds no more in the end
 def follows(wanted: ResponseFormat, tokens: tuple[int, ...]) -> list[int]:
     """What may come after `tokens`, found from the beginning."""
-    return _ids(_compiled(wanted).begin(tokens).allowed())
+    return _ids(compiled(wanted).begin(tokens).allowed())
 
 
 @cache
-def _compiled(wanted: ResponseFormat) -> CompiledGrammar:
+def compiled(wanted: ResponseFormat) -> CompiledGrammar:
     sizes = {"num_pages": 1, "page_size": 1, "max_rows": 1, "max_batched_tokens": 1, "max_context": 1}
     opened = ScriptedEngine(Capacity(vocab_size=END + 1, **sizes))._open()
-    compiled = Grammars(lambda call: None)._compile(GrammarJob(wanted, opened))  # type: ignore[arg-type]
-    return compiled
+    found = Grammars(lambda call: None)._compile(GrammarJob(wanted, opened))  # type: ignore[arg-type]
+    return found

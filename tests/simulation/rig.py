@@ -176,7 +176,7 @@ class Rig:
                 grammar=_SCRIPT if jumps or masked else None,
                 pooling=pooling,
                 alone=alone,
-                speculates=speculates and not (hooked or jumps or masked or alone or holds or pooling is not None),
+                speculates=speculates and not (hooked or alone or holds or pooling is not None),
             )
             request = Request(
                 asked,
@@ -470,7 +470,11 @@ class Rig:
     def _check_charges(self, plan: StepPlan, emissions: Sequence[Emission]) -> None:
         """What a step gave beyond one token a row is charged at its commit."""
         gained = Counter(emission.request.id for emission in emissions if emission.token is not None)
-        further = sum(gained[each.id] - 1 for each in plan.decodes if each.asked.speculates and gained[each.id])
+        further = sum(
+            gained[each.id] - 1
+            for each in plan.decodes
+            if each.asked.speculates and not each.asked.jumps and gained[each.id]
+        )
         failed = any(emission.error is not None for emission in emissions)
         assert self._charged == further or failed, f"{self._charged} tokens charged, and {further} gained"
 
@@ -481,6 +485,7 @@ class Rig:
         for request in self.live(State.RUNNING, State.PAUSED):
             length = self.runner.lengths.get(request.row)
             odd = request.discard or request.leaving or request.planned < request.prompt_len
+            odd = odd or request.row in self.runner.late
             if request.asked.speculates and length is not None and not odd and not self._faulty():
                 assert request.sure < length <= request.known, f"r{request.id} has {length} tokens"
 
@@ -489,7 +494,7 @@ class Rig:
         charge = roster.charge
 
         def charges(request: Request, tokens: int) -> None:
-            self._charged += tokens
+            self._charged += 0 if request.asked.jumps else tokens
             charge(request, tokens)
 
         roster.charge = charges  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.engine.model.cpu.heads import CpuDraftHead, DraftAsk
 from headrace.engine.model.drafting.ngram import Drafter
 from headrace.engine.model.shared.runs import Verified
-from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
+from headrace.engine.scheduling.plan import Capacity, GivenTokens, StepPlan, Work
 from headrace.engine.scheduling.shaping import Report
 
 __all__ = ["Choose", "CpuDrafts", "verify"]
@@ -36,13 +36,19 @@ class CpuDrafts:
         self._lengths = [0] * capacity.max_rows
         """Number of tokens of each row that speculates, with those that it has just chosen; 0 for other rows."""
 
-    def update(self, plan: StepPlan) -> None:
-        """Apply the plan's new rows."""
+    def update(self, plan: StepPlan, accepted: Sequence[GivenTokens]) -> None:
+        """Apply the plan's new rows, and the given tokens that rows accept."""
         for new in plan.new_rows:
             self._lengths[new.row] = new.start + len(new.tokens) if new.speculates else 0
+        for given in accepted:
+            self.reach(given.row, given.start + len(given.tokens))
 
     def place(
-        self, plan: StepPlan, tokens_RN: NDArray[np.int64], goes_on: Callable[[int], bool]
+        self,
+        plan: StepPlan,
+        tokens_RN: NDArray[np.int64],
+        goes_on: Callable[[int], bool],
+        allowed: Callable[[int, list[int], int], list[int]],
     ) -> tuple[list[Work], list[int]]:
         """Return the works of `plan` where they truly are, their drafts included, and the number of drafts of each.
 
@@ -50,6 +56,7 @@ class CpuDrafts:
             plan: A plan that has been applied.
             tokens_RN: int64 [rows, positions], where drafts are put behind the tokens of their rows.
             goes_on: Returns whether a row has not ended; one that has needs no drafts.
+            allowed: Returns what a row's grammar makes of drafts, given their largest number.
         """
         works = list(plan.each_work())
         drafted = [0] * len(works)
@@ -58,7 +65,8 @@ class CpuDrafts:
         asked = [
             DraftAsk(works[index], self._lengths[row], each) for (index, row), each in zip(rows, most, strict=True)
         ]
-        for (index, row), drafts in zip(rows, self._guess(asked, tokens_RN), strict=True):
+        for (index, row), each, guessed in zip(rows, most, self._guess(asked, tokens_RN), strict=True):
+            drafts = allowed(row, guessed, each)
             length = self._lengths[row]
             tokens_RN[row, length : length + len(drafts)] = drafts
             works[index] = works[index]._replace(start=length - 1, num_tokens=1 + len(drafts))

@@ -77,6 +77,10 @@ class CpuOptions:
         if given.tokens and given.row in self._masks:
             self._masks.advance(given.row, given.tokens)
 
+    def draft(self, row: int, drafts: list[int], most: int) -> list[int]:
+        """Return drafts for `row`, at most `most`: those given, or what its grammar makes of them."""
+        return self._masks.draft(row, drafts, most) if most and row in self._masks else drafts
+
     def prompt_span(self, index: int, work: Work, first: int) -> PromptSpan | None:
         """Return the prompt tokens of `work` to report on, or None; `first` is its first token's index in the step."""
         options = self._options.get(work.row)

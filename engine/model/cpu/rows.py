@@ -19,7 +19,7 @@ from headrace.engine.model.shared.host_choice import HostChoices
 from headrace.engine.model.shared.pools import Pools, PoolSpan
 from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.memory.window import Window
-from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
+from headrace.engine.scheduling.plan import Capacity, GivenTokens, StepPlan, Work
 from headrace.ops.cpu.lora import AdapterUsers
 from headrace.ops.cpu.sample import Choosing
 from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
@@ -73,10 +73,11 @@ class CpuRows:
         self.pools = Pools()
         self.hosts = HostChoices(capacity)
 
-    def update(self, plan: StepPlan) -> None:
-        """Apply the plan's new rows, given tokens and page entries."""
+    def update(self, plan: StepPlan) -> Sequence[GivenTokens]:
+        """Apply the plan's new rows, given tokens and page entries; return the given tokens that rows accept."""
         plan = self.hosts.take(plan)
-        for given in self.options.late.take(plan):
+        accepted = self.options.late.take(plan)
+        for given in accepted:
             self._tokens[given.row, given.start : given.start + len(given.tokens)] = given.tokens
             self.options.give(given)
             self._stopped[given.row] = False
@@ -92,6 +93,7 @@ class CpuRows:
         self.pools.update(plan)
         for row, place, page in plan.entries:
             self._tables[row, place] = page
+        return accepted
 
     def all_stopped(self, works: Sequence[Work]) -> bool:
         """Return whether none of `works` is worth computing, since each of their rows has stopped or is late."""
@@ -153,8 +155,8 @@ class CpuRows:
         return self._tokens
 
     def goes_on(self, row: int) -> bool:
-        """Return whether `row` has not just chosen one of its stop ids."""
-        return not self._stopped[row]
+        """Return whether `row` has not just chosen one of its stop ids, and no mask of its grammar was late."""
+        return not self._stopped[row] and row not in self.options.late
 
     def known(self, work: Work) -> NDArray[np.int64]:
         """Return the tokens of a work's row up to the work's end."""

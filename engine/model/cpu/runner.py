@@ -45,7 +45,9 @@ CpuDecoder: TypeAlias = Network[CpuLinear, CpuStep, CpuKv]
 class CpuRunner:
     """The runner of a decoder on the CPU."""
 
-    abilities: Final[frozenset[Ability]] = frozenset(("hooks", "shaping", "logprobs", "grammar", "pooling"))
+    abilities: Final[frozenset[Ability]] = frozenset(
+        ("hooks", "shaping", "logprobs", "grammar", "grammar_drafts", "pooling")
+    )
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class CpuRunner:
             found: dict[int, Report] = {}
             runs: dict[int, Sequence[int]] = {}
             if count > len(batch.samplers):
-                verified = self._verify(logits_SV, works, batch.samplers, drafted)
+                verified, runs = self._verify(logits_SV, works, batch.samplers, drafted)
                 chosen = [verified[index].tokens[0] for index in batch.samplers]
             else:
                 sampling = [works[index] for index in batch.samplers]
@@ -219,7 +221,9 @@ class CpuRunner:
         if self._head is not None:
             self._head.spill(plan)
             self._head.update(plan)
-        self._rows.update(plan)
+        accepted = self._rows.update(plan)
+        if self._drafts is not None:
+            self._drafts.update(plan, accepted)
         self._kv.copy_pages(plan.copies)
         for host, pool in zip(self._hosts, self._kv.pools, strict=False):
             host.fetch(pool, plan.fetches)
@@ -239,8 +243,7 @@ class CpuRunner:
         """Return the works of a plan that has been applied, where they truly are, and how many drafts each has."""
         if self._drafts is None:
             return plan.works, [0] * plan.size
-        self._drafts.update(plan)
-        return self._drafts.place(plan, self._rows.tokens_RN, self._rows.goes_on)
+        return self._drafts.place(plan, self._rows.tokens_RN, self._rows.goes_on, self._rows.options.draft)
 
     def _append(self, works: Sequence[Work], chosen: Sequence[int]) -> None:
         """Store the tokens that `works` chose for the next step."""
@@ -251,18 +254,23 @@ class CpuRunner:
 
     def _verify(
         self, logits_SV: Tensor, works: Sequence[Work], samplers: Sequence[int], drafted: Sequence[int]
-    ) -> dict[int, Verified]:
-        """Return what the works with the indices `samplers` chose, of a step with drafts."""
-        rows = self._rows
+    ) -> tuple[dict[int, Verified], dict[int, Sequence[int]]]:
+        """Return what the works with the indices `samplers` chose, of a step with drafts, and what is forced behind it.
+
+        The latter is by place in `samplers`.
+        """
+        rows, forced = self._rows, dict[int, Sequence[int]]()
 
         def choose(logits_AV: Tensor, parts: Sequence[Work]) -> tuple[list[int], dict[int, Report]]:
-            chosen, reports, _ = rows.options.choose(logits_AV, parts, list(map(rows.choosing, parts)), rows.known)
+            chosen, reports, runs = rows.options.choose(logits_AV, parts, list(map(rows.choosing, parts)), rows.known)
             self._append(parts, chosen)
+            forced.update({part.row: runs.get(place, ()) for place, part in enumerate(parts)})
             return chosen, reports
 
         sampling, drafts = [works[index] for index in samplers], [drafted[index] for index in samplers]
         found = verify(logits_SV, sampling, drafts, rows.tokens_RN, rows.goes_on, choose)
-        return dict(zip(samplers, found, strict=True))
+        rests = {place: rest for place, work in enumerate(sampling) if (rest := forced[work.row])}
+        return dict(zip(samplers, found, strict=True)), rests
 
     def _adapted(self, users: Sequence[AdapterUsers]) -> Mapping[MixerSpec, CpuAdapterOps] | None:
         """Return the operations of a step in which tokens use adapters; None if no token does."""

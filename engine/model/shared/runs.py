@@ -31,6 +31,7 @@ def with_verified(result: StepResult, verified: Mapping[int, Verified], drafted:
     ids: list[int] = []
     counts: list[int] = []
     instead: dict[int, NoToken] = {}
+    forced: dict[int, Sequence[int]] = {}
     reports: dict[int, Report] = {}
     for index, first in enumerate(result.ids):
         place, run = len(ids), [first]
@@ -42,5 +43,7 @@ def with_verified(result: StepResult, verified: Mapping[int, Verified], drafted:
         elif run[-1] < 0:
             instead[place + len(run) - 1] = NoToken(run[-1])
         ids += run
+        if index in result.forced:
+            forced[len(ids) - 1] = result.forced[index]
         counts.append(len(run))
-    return result._replace(ids=ids, counts=counts, instead=instead, reports=reports, drafted=drafted)
+    return result._replace(ids=ids, counts=counts, instead=instead, forced=forced, reports=reports, drafted=drafted)

@@ -72,7 +72,7 @@ class _AcceptForced:
             if part.token != request.tokens[part.end]:
                 commit.gain(request, part.token if isinstance(part.token, NoToken) else NoToken.NOTHING_LEFT)
             return
-        forced = part.result.forced.get(part.item, ())
+        forced = part.result.forced.get(part.place, ())
         commit.gain(request, part.token, part.report)
         for token in forced if commit.takes_forced else ():
             if request.state is not State.FINISHED:

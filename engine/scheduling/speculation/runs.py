@@ -58,7 +58,8 @@ def gain_run(request: Request, drafts: int, ids: Sequence[int], vocab_size: int)
 def true_part(request: Request, part: StepPart, place: int, token: int | NoToken) -> StepPart:
     """Return the part of a step that gave a speculating request the token at `place` among the step's ids.
 
-    The positions of `part` are those of the plan, which are upper bounds.
+    The positions of `part` are those of the plan, which are upper bounds. A request may have tokens that a grammar has
+    forced behind those that the device had when it computed the step.
     """
-    end = len(request.tokens)
+    end = request.computed + 1
     return part._replace(start=end - 1, end=end, place=place, token=token)
