@@ -14,14 +14,14 @@ from simulation.rig import Rig
 
 from headrace.engine.scheduling import commit, planner
 from headrace.engine.scheduling.plan import PageEntry, StepPlan, Work
-from headrace.engine.scheduling.request import Request
+from headrace.engine.scheduling.request import Request, State
 from headrace.engine.testing import ScriptedStep, scripted_token
 
 __all__: list[str] = []
 
 
-def during(owner: object, method: str, module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
-    """Put `make(old)` in the place of a function of `module` while `owner` runs a method, for this rig alone."""
+def during(owner: object, method: str, module: ModuleType | type[object], name: str, make: Callable[[Any], Any]) -> None:
+    """Put `make(old)` in the place of a function of a module or class while `owner` runs a method, for this rig alone."""
 
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*values: Any, **named: Any) -> Any:
@@ -241,3 +241,37 @@ def a_turn_keeps_what_drafts_might_have_written(rig: Rig) -> None:
         return keeps
 
     replace(turns, "keep", make)
+
+
+@planted
+def a_late_row_keeps_its_reach(rig: Rig) -> None:
+    def make(go_back: Callable[[Request, int], None]) -> Callable[[Request, int], None]:
+        def goes_back(request: Request, place: int) -> None:
+            reach = request.reach
+            go_back(request, place)
+            request.reach = reach
+
+        return goes_back
+
+    during(rig.scheduler, "commit", Request, "go_back", make)
+
+
+@planted
+def forced_tokens_are_sent_before_it_is_known_where_they_begin(rig: Rig) -> None:
+    def make(_: object) -> property:
+        return property(lambda request: request.state is State.RUNNING and not request.leaving)
+
+    during(rig.scheduler, "plan", Request, "is_plannable", make)
+
+
+@planted
+def forced_tokens_that_a_run_does_not_reach_are_never_sent(rig: Rig) -> None:
+    def make(settle: Callable[[Request, int, int], None]) -> Callable[[Request, int, int], None]:
+        def settles(request: Request, drafts: int, tokens: int) -> None:
+            unsent = request.unsent
+            settle(request, drafts, tokens)
+            request.unsent = unsent
+
+        return settles
+
+    during(rig.scheduler, "commit", Request, "settle", make)
