@@ -73,6 +73,8 @@ soak: $(TEST_READY) ## every planted bug, many simulated lives, an hour of simul
 	@HEADRACE_PARITY=all $(BIN)/python -m pytest -q tests/parity/test_smollm2.py
 	$(say) 'requests drawn from the OpenAPI document, a hundred of each operation and kind'
 	@HEADRACE_EXAMPLES=100 $(BIN)/python -m pytest -q -n logical --maxprocesses=8 tests/server/test_openapi.py
+	$(say) 'tokens behind drafts: the distribution of 100,000 completions'
+	@HEADRACE_DRAWS=100000 $(BIN)/python -m pytest -q -n logical --maxprocesses=8 tests/engine/test_speculation_draws.py
 	$(say) 'simulation: $(SEEDS) seeds of schedulers, and as many of engines'
 	@HEADRACE_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -x -n logical --maxprocesses=8 \
 		tests/simulation/test_simulation.py tests/simulation/test_engine_simulation.py

@@ -20,8 +20,10 @@ from headrace.engine.testing import ScriptedStep, scripted_token
 __all__: list[str] = []
 
 
-def during(owner: object, method: str, module: ModuleType | type[object], name: str, make: Callable[[Any], Any]) -> None:
-    """Put `make(old)` in the place of a function of a module or class while `owner` runs a method, for this rig alone."""
+def during(
+    owner: object, method: str, module: ModuleType | type[object], name: str, make: Callable[[Any], Any]
+) -> None:
+    """Put `make(old)` in the place of a function of `module` while `owner` runs a method, for this rig alone."""
 
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*values: Any, **named: Any) -> Any:
