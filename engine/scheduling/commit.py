@@ -124,20 +124,26 @@ class Commits:
         self._begin(plan, result)
         gained: list[Request] = []
         tokens: list[int] = []
-        for index, (request, start, count, samples) in enumerate(plan.shares()):
-            first, ids = next(runs)
-            token = result.instead.get(first, ids[0])
-            part = StepPart(index, start, start + count, samples, token, first, result)
-            is_whole = not isinstance(result.instead.get(first + len(ids) - 1), NoToken)
-            if index >= len(plan.decodes):
-                self._commit_one(request, part)
-            elif is_whole and gain_run(request, plan.drafts[index], ids, self._vocab_size):
-                self._roster.charge(request, len(ids) - 1)
-                self._prefixes.offer(request)
-                gained += [request] * len(ids)
+        size, vocab_size, instead = self._pool.page_size, self._vocab_size, result.instead
+        for index, (request, drafts, (first, ids)) in enumerate(zip(plan.decodes, plan.drafts, runs, strict=False)):
+            count = len(ids)
+            is_whole = not instead or first + count - 1 not in instead
+            if is_whole and gain_run(request, drafts, ids, vocab_size):
+                if count > 1:
+                    self._roster.charge(request, count - 1)
+                if request.computed % size < count:  # a page is full since the step before
+                    self._prefixes.offer(request)
+                gained += [request] * count
                 tokens += ids
             else:
-                self._commit_run(request, part, plan.drafts[index], ids)
+                end = plan.starts[index] + 1
+                token = instead.get(first, ids[0])
+                self._commit_run(request, StepPart(index, end - 1, end, True, token, first, result), drafts, ids)
+        first = len(result.ids) - len(plan.others)
+        for index, (request, _, start, count, samples) in enumerate(plan.others):
+            token = instead.get(first + index, result.ids[first + index])
+            item, end = len(plan.decodes) + index, start + count
+            self._commit_one(request, StepPart(item, start, end, samples, token, first + index, result))
         return Committed(gained, tokens, self._new_emissions())
 
     def _commit_run(self, request: Request, part: StepPart, drafts: int, ids: Sequence[int]) -> None:

@@ -43,13 +43,14 @@ def gain_run(request: Request, drafts: int, ids: Sequence[int], vocab_size: int)
         ids: What the step gave it, at least one id.
         vocab_size: Size of the vocabulary; an id outside it is a defect of the device.
     """
-    end = len(request.tokens) + len(ids)
-    if end > request.plain_until + 1 or not request.stop_ids.isdisjoint(ids):
+    count = len(ids)
+    end = len(request.tokens) + count
+    if end > request.plain_until + 1 or (request.stop_ids and not request.stop_ids.isdisjoint(ids)):
         return False
     if min(ids) < 0 or max(ids) >= vocab_size:
         return False
     request.in_flight -= 1
-    request.settle(drafts, len(ids))
+    request.settle(drafts, count)
     request.tokens += ids
     request.computed = end - 1
     return True
