@@ -245,7 +245,7 @@ class SimulatedRunner(RigRunner):
         for options in plan.options:
             if options.grammar is not None:
                 self._places[options.row] = Place(options.grammar, options.tokens[options.prompt_len :])
-        for given in self._late.take(plan):
+        for given in self.late.take(plan):
             if given.row in self._places:
                 for token in given.tokens:
                     self._places[given.row].advance(token)
@@ -254,7 +254,7 @@ class SimulatedRunner(RigRunner):
         super()._write(plan)
         for work in plan.works:
             slot = self.worn[work.row]
-            if slot < 0 or work.row in self._late:
+            if slot < 0 or work.row in self.late:
                 continue
             self.machine.require(slot in self.slots, f"r{work.request.id} wears what is not on the device")
             for page, cell in self._cell_places(work)[work.start :]:
@@ -269,7 +269,7 @@ class SimulatedRunner(RigRunner):
         self._forced = {}
         for index, work in enumerate(plan.works):
             token: int | NoToken = 0
-            if work.row in self._late:
+            if work.row in self.late:
                 pass  # whatever it says, nobody may believe it
             elif work.samples and self._is_late(plan, work):
                 token = NoToken.LATE
