@@ -10,8 +10,9 @@ from headrace.engine.scheduling.plan import Capacity
 
 __all__ = ["EngineInfo", "EngineStats", "ModelPart", "WeightPart"]
 
-ModelPart: TypeAlias = Literal["embedding", "attention", "feed-forward", "experts", "head", "other"]
-"""Part of a model; `feed-forward` are dense feeds and shared experts, and `other` are norms, biases and routers."""
+ModelPart: TypeAlias = Literal["embedding", "attention", "feed-forward", "experts", "head", "other", "draft head"]
+"""Part of a model; `feed-forward` are dense feeds and shared experts, and `other` are norms, biases and routers. A
+`draft head` is what the option `speculation` loads beside the model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tiny_models import chat_folder
 
-from headrace.engine import Completion, Engine, InvalidParams, ModelRejected, SamplingParams
+from headrace.engine import Completion, DeviceUnavailable, Engine, InvalidParams, ModelRejected, SamplingParams
 from headrace.engine.model.cpu.drafts import CpuDrafts
 from headrace.engine.model.cpu.heads import DraftAsk
 from headrace.engine.model.drafting.ngram import NgramDrafter
@@ -337,6 +337,29 @@ def test_memory_beside_the_cache_counts_the_head(model: Path, tmp_path: Path, mo
             assert pool is not None and runner._head.host is pool
 
     anyio.run(run)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_weights_beside_the_model_count_the_head(
+    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    make, method = HEADS[name]
+    head = fit(make())
+    speculation = method(head.write(tmp_path / "head"), k=3)
+    ids = 8 * len(head.tensors["d2t"]) if "d2t" in head.tensors else 0  # the map itself is int64
+    taken = 4 * sum(each.numel() for key, each in head.tensors.items() if key not in ("d2t", "t2d")) + ids
+
+    async def run(**more: Any) -> int:
+        async with Engine(model, speculation=speculation, **options(**more)) as engine:
+            of_head = [part.nbytes for part in engine.info.weights if part.part == "draft head"]
+            assert taken <= sum(of_head) <= 1.2 * taken  # kernels fill up the last rows of a matrix
+            return engine.info.weight_bytes
+
+    weights = anyio.run(run)
+    monkeypatch.setattr("headrace.engine.model.cpu.sizing.free_host_bytes", lambda: weights - 1)
+    with pytest.raises(DeviceUnavailable, match=f"the weights take {weights} bytes"):
+        anyio.run(run)
 
 
 async def open_with(model: Path | str, speculation: Any, **more: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from headrace.engine.model.checkpoint.weight_parts import WeightSum, name_of, part_of_feed
 from headrace.engine.model.checkpoint.weights import DecoderWeights, SublayerWeights
+from headrace.engine.model.drafting.heads.loading import MedusaWeights, RecurrentWeights
 from headrace.engine.model.experts import ROUTER
 from headrace.engine.stats import ModelPart, WeightPart
 from headrace.ops.cpu.block import CpuOps
@@ -17,7 +18,7 @@ from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.products import kept_by
 from headrace.ops.formats import Stored
 
-__all__ = ["kept_parts"]
+__all__ = ["kept_head_parts", "kept_parts"]
 
 
 def kept_parts(weights: DecoderWeights, ops: CpuOps) -> tuple[WeightPart, ...]:
@@ -40,6 +41,19 @@ def kept_parts(weights: DecoderWeights, ops: CpuOps) -> tuple[WeightPart, ...]:
         _add_layer(total, layer.mixer, known, lambda _: "attention")
         _add_layer(total, layer.feed, known, part_of_feed)
     _add_ends(total, weights, ops)
+    return total.parts()
+
+
+def kept_head_parts(weights: RecurrentWeights | MedusaWeights, ops: CpuOps) -> tuple[WeightPart, ...]:
+    """Return the bytes of a draft head once it is packed; arguments are those of `kept_parts`."""
+    total = WeightSum()
+    for tensor in weights.others:
+        total.add("draft head", name_of(tensor), tensor.nbytes)
+    for weight in weights.products:
+        _add(total, "draft head", kept_by(weight, ops.dtype, ops.products))
+    keep = kept_by if isinstance(ops, NativeOps) else CpuHead.kept
+    for output in weights.outputs:
+        _add(total, "draft head", keep(output, dtype=ops.dtype, products=ops.products))
     return total.parts()
 
 

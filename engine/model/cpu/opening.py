@@ -15,11 +15,12 @@ from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weights import Source, open_inventory, open_weights
 from headrace.engine.model.cpu.adapters import CpuBank
-from headrace.engine.model.cpu.head_opening import head_source
+from headrace.engine.model.cpu.head_opening import CpuHeadSource
 from headrace.engine.model.cpu.heads import LoadHead
 from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner
 from headrace.engine.model.cpu.sizing import CpuSizes, cpu_dtype, cpu_limits, cpu_sizes, runs_native
+from headrace.engine.model.drafting.heads.source import head_source
 from headrace.engine.model.drafting.ngram import NgramDrafter
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.foreign import ForeignModel
@@ -53,17 +54,18 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignMo
     threads = config.cpu_threads or default_threads()
     context = Context(threads) if runs_native(spec) else None
     ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype, context=context)
-    head, load_head, head_bytes = head_source(config, spec, source), None, 0
-    if head is not None:
-        head_ops = head.ops(ops, max_positions=limits.context, dtype=dtype, context=context)
-        load_head = head.loader(head_ops, dtype=dtype, keep_packed=config.dtype == "auto")
-        head_bytes = head.page_bytes(head_ops)
+    head = None
+    if (named := head_source(config, spec, source)) is not None:
+        packed = config.dtype == "auto"
+        head = CpuHeadSource.of(named, ops, max_positions=limits.context, context=context, keep_packed=packed)
     with ExitStack() as files:
         if not isinstance(source, ForeignModel) and source != "random":
             source = files.enter_context(open_inventory(source, spec))  # once, for the sizes and for the weights
         sizes = cpu_sizes(config, spec, source, ops)
-        sizes = replace(sizes, page_bytes=sizes.page_bytes + head_bytes)
-        return _open(config, spec, source, ops, sizes, threads, load_head)
+        if head is not None:
+            page_bytes, weights = sizes.page_bytes + head.page_bytes, (*sizes.weights, *head.parts())
+            sizes = replace(sizes, page_bytes=page_bytes, weights=weights)
+        return _open(config, spec, source, ops, sizes, threads, None if head is None else head.load)
 
 
 def _open(

@@ -1,0 +1,91 @@
+"""`HeadSource`: the draft head that an engine's options name, checked before anything is loaded; keeps no weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import InvalidParams
+from headrace.engine.model.checkpoint.weights import Source
+from headrace.engine.model.drafting.heads.reading import HeadFiles, open_head, open_mtp
+from headrace.engine.model.drafting.heads.spec import HeadSpec, MedusaSpec
+from headrace.engine.model.network.foreign import ForeignModel
+from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.speculation import Eagle, Medusa, Mtp
+
+__all__ = ["HeadSource", "head_source"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSource:
+    """A draft head that fits the model."""
+
+    asked: Eagle | Medusa | Mtp
+    target: DecoderSpec
+    folder: Path | None
+    """Folder of the model; None for a GGUF file."""
+    spec: HeadSpec
+
+    @contextmanager
+    def opened(self) -> Iterator[HeadFiles]:
+        """Yield the head's checked files, which are closed afterwards.
+
+        Raises:
+            ModelRejected: They cannot be used any more.
+        """
+        with _opened(self.asked, self.target, self.folder) as found:
+            yield found
+
+
+def head_source(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel) -> HeadSource | None:
+    """Return the draft head that `config` names; None if it names none.
+
+    Raises:
+        ModelRejected: The head's files cannot be used, or the head was made for another model.
+        InvalidParams: The head drafts fewer tokens than are asked for, or the model can have no head.
+    """
+    asked = config.speculation
+    if not isinstance(asked, Eagle | Medusa | Mtp):
+        return None
+    if isinstance(source, ForeignModel) or not spec.has_head:
+        _refuse(config, "a model without native code, or without an output head, has no draft head")
+    folder = Path(source) if isinstance(source, str | os.PathLike) and source != "random" else None
+    if folder is not None and not folder.is_dir():
+        folder = None
+    if folder is None and isinstance(asked, Mtp):
+        _refuse(config, "only a model folder with weights holds a module that drafts")
+    with _opened(asked, spec, folder) as found:
+        head = found.spec
+    if isinstance(head, MedusaSpec) != isinstance(asked, Medusa):
+        other = "Medusa" if isinstance(head, MedusaSpec) else "Eagle"
+        _refuse(config, f"{head.origin} holds a head for {other}")
+    if asked.k > head.most_drafts:
+        raise InvalidParams(
+            f"speculation.k: {head.origin} drafts at most {head.most_drafts} tokens in a row, got {asked.k}",
+            field="speculation.k",
+            value=asked.k,
+            limit=head.most_drafts,
+        )
+    return HeadSource(asked, spec, folder, head)
+
+
+@contextmanager
+def _opened(asked: Eagle | Medusa | Mtp, target: DecoderSpec, folder: Path | None) -> Iterator[HeadFiles]:
+    if isinstance(asked, Mtp):
+        assert folder is not None
+        opened = open_mtp(folder, target)
+    else:
+        opened = open_head(Path(asked.path).expanduser(), target, folder)
+    with opened as found:
+        yield found
+
+
+def _refuse(config: EngineConfig, why: str) -> NoReturn:
+    raise InvalidParams(
+        f"speculation: {why}, got {config.speculation}", field="speculation", value=config.speculation, limit=None
+    )
