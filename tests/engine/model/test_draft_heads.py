@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,3 +283,15 @@ def test_a_spec_says_what_a_head_wants(target_folder: Path, tmp_path: Path) -> N
     eagle3 = found["EAGLE-3"]
     assert isinstance(eagle3, RecurrentSpec)
     assert (eagle3.method, eagle3.draft_vocab_size, eagle3.most_drafts) == ("eagle3", 40, MOST_DRAFTS)
+
+
+@pytest.mark.parametrize("layers", [3, 4, 6])
+def test_a_target_of_few_layers_has_no_usual_ones(layers: int, target_folder: Path, tmp_path: Path) -> None:
+    """The second, the middle and the third last layer would not come in this order."""
+    spec = from_hf(read_hf_config(target_folder))
+    folder = HEADS["EAGLE-3"]().write(tmp_path / "head")
+    with (
+        pytest.raises(ModelRejected, match=f"eagle_aux_hidden_state_layer_ids.* only {layers}"),
+        open_head(folder, replace(spec, layers=spec.layers[:layers])),
+    ):
+        pass

@@ -24,6 +24,7 @@ __all__ = ["MAPS", "read_eagle", "read_eagle3"]
 MAPS: Final = ("d2t", "t2d")
 """Names of the maps between the vocabularies of head and target, which are read apart: drafting/heads/vocabulary.py."""
 _TAPS: Final = "eagle_aux_hidden_state_layer_ids"
+_FEWEST_LAYERS: Final = 7
 _READ: Final = frozenset(("attention_bias", "mlp_bias"))
 
 
@@ -160,7 +161,7 @@ def _taps(fields: Fields, target: DecoderSpec, numbering: Literal["inputs", "out
     count = target.num_layers
     given = fields.data.get(_TAPS)
     if given is None:
-        if count < 4:
+        if count < _FEWEST_LAYERS:  # the usual ones would not rise
             fields.refuse(_TAPS, f"three numbers of layers, since the model has only {count}")
         return 2, count // 2, count - 3
     shift = 1 if numbering == "outputs" else 0
