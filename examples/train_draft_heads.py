@@ -4,7 +4,7 @@ The engine writes the data: the model invents questions behind a bare chat heade
 answers them. Training takes minutes on a GPU; `--chats 8 --steps 20` is a trial on a CPU. What is written are folders
 in the formats of the heads' authors.
 
-python examples/train_draft_heads.py OUT [--model FILE] [--chats 4000] [--steps 3000] [--seconds 400]
+python examples/train_draft_heads.py OUT [--model FILE] [--chats 4000] [--steps 20000] [--seconds 600]
 """
 
 from __future__ import annotations
@@ -30,6 +30,22 @@ DEPTH = 3
 """Drafts in a row that the EAGLE-3 head is trained for, and number of Medusa heads."""
 LONGEST = 320
 HELD_OUT = 24
+AT_ONCE = 512
+"""Chats that the engine writes before the script looks at the time."""
+WRITING, MEASURING = 0.4, 0.1
+"""Shares of the time for writing chats and for measuring."""
+
+
+class Clock:
+    """The time that is left of all that the script may take."""
+
+    def __init__(self, seconds: float) -> None:
+        self._began, self._seconds = time.monotonic(), seconds
+
+    @property
+    def spent(self) -> float:
+        """Share of the time that is over, from 0 on."""
+        return (time.monotonic() - self._began) / self._seconds
 
 
 class Chat(NamedTuple):
@@ -40,15 +56,25 @@ class Chat(NamedTuple):
     """Number of tokens before the answer."""
 
 
-def write_chats(model: str, tokenizer: Any, count: int, tokens: int, temperature: float, seed: int) -> list[Chat]:
-    """Let the model invent questions and answer them."""
+def write_chats(
+    llm: LLM, tokenizer: Any, count: int, tokens: int, temperature: float, seed: int, clock: Clock
+) -> list[Chat]:
+    """Let the model invent questions and answer them, as many as there is time for."""
+    found: list[Chat] = []
+    for first in range(0, count, AT_ONCE):
+        if not found or clock.spent < WRITING:
+            few = min(AT_ONCE, count - first)
+            found += write_some(llm, tokenizer, few, tokens, temperature, seed + first)
+    return found
+
+
+def write_some(llm: LLM, tokenizer: Any, count: int, tokens: int, temperature: float, seed: int) -> list[Chat]:
     text = tokenizer.apply_chat_template([{"role": "user", "content": "@@"}], tokenize=False)
     opening = tokenizer(text.split("@@")[0], add_special_tokens=False)["input_ids"]
     asking = [SamplingParams(max_tokens=64, temperature=1.0, top_p=0.95, seed=seed + at) for at in range(count)]
-    answering = [SamplingParams(max_tokens=tokens, temperature=temperature, seed=at) for at in range(count)]
-    with LLM(model) as llm:
-        questions = [each.choices[0].text.strip() or "Hello!" for each in llm.generate([opening] * count, asking)]
-        answers = llm.generate([[{"role": "user", "content": each}] for each in questions], answering)
+    answering = [SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed + at) for at in range(count)]
+    questions = [each.choices[0].text.strip() or "Hello!" for each in llm.generate([opening] * count, asking)]
+    answers = llm.generate([[{"role": "user", "content": each}] for each in questions], answering)
     found = [Chat(each.prompt_token_ids + each.choices[0].token_ids, len(each.prompt_token_ids)) for each in answers]
     return [chat for chat in found if len(chat.ids) > chat.start + DEPTH + 2]
 
@@ -254,8 +280,10 @@ def batches(chats: Sequence[Chat], size: int, device: str) -> Iterator[tuple[Ten
             yield ids, wanted.to(device)
 
 
-def train(base: Any, chats: Sequence[Chat], asked: argparse.Namespace) -> tuple[Eagle3, Medusa, list[float]]:
-    """Train both on the same passes of the target; the losses of all steps."""
+def train(
+    base: Any, chats: Sequence[Chat], asked: argparse.Namespace, clock: Clock
+) -> tuple[Eagle3, Medusa, list[float]]:
+    """Train both on the same passes of the target, until the time for measuring; the losses of all steps."""
     torch.manual_seed(1)
     device = str(base.device)
     counts = torch.bincount(torch.tensor([id for chat in chats for id in chat.ids]), minlength=base.config.vocab_size)
@@ -265,10 +293,10 @@ def train(base: Any, chats: Sequence[Chat], asked: argparse.Namespace) -> tuple[
     eagle.weight("lm_head").data.copy_(base.lm_head.weight.float()[frequent.to(device)])
     groups = [{"params": eagle.parameters(), "lr": 1e-3}, {"params": medusa.parameters(), "lr": 3e-4}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-    began, losses, data = time.monotonic(), list[float](), batches(chats, asked.batch, device)
+    before, losses, data = clock.spent, list[float](), batches(chats, asked.batch, device)
     for step in track(range(asked.steps), "training"):
-        spent = max((time.monotonic() - began) / asked.seconds, step / asked.steps)
-        if spent >= 1:
+        spent = max((clock.spent - before) / max(1 - MEASURING - before, 1e-6), step / asked.steps)
+        if spent >= 1 and step:
             break
         for group, rate in zip(optimizer.param_groups, (1e-3, 3e-4), strict=True):
             group["lr"] = rate * min(1.0, (step + 1) / 50) * max(0.02, 1 - spent)
@@ -286,11 +314,16 @@ def train(base: Any, chats: Sequence[Chat], asked: argparse.Namespace) -> tuple[
 
 
 @torch.no_grad()
-def accepted(base: Any, eagle: Eagle3, medusa: Medusa, chats: Sequence[Chat]) -> dict[str, float]:
-    """Tokens of a step, its own included, where each head's drafts are verified with the answers of `chats`."""
+def accepted(base: Any, eagle: Eagle3, medusa: Medusa, chats: Sequence[Chat], clock: Clock) -> dict[str, float]:
+    """Tokens of a step, its own included, where each head's drafts are verified with the answers of `chats`.
+
+    The first chat is always measured, and the others as long as there is time.
+    """
     table = base.model.embed_tokens.weight.float()
     tokens, steps = dict.fromkeys(("eagle3", "medusa"), 0), dict.fromkeys(("eagle3", "medusa"), 0)
-    for chat in track(chats, "held out"):
+    for number, chat in enumerate(track(chats, "held out")):
+        if number and clock.spent >= 1:
+            break
         ids = torch.tensor(chat.ids, device=base.device)
         states = States(base, ids[None])
         for name in tokens:
@@ -309,24 +342,25 @@ def accepted(base: Any, eagle: Eagle3, medusa: Medusa, chats: Sequence[Chat]) ->
 
 
 def main(asked: argparse.Namespace) -> None:
-    """Write data, train, save and measure."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    """Write data, train, save and measure; what was trained is saved before it is measured."""
+    clock, device = Clock(asked.seconds), "cuda" if torch.cuda.is_available() else "cpu"
     gguf = Path(asked.model) if asked.model else demo_model()
     named = {"gguf_file": gguf.name} if gguf.is_file() else {}
     folder = gguf.parent if gguf.is_file() else gguf
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **named)
-    chats = write_chats(str(gguf), tokenizer, asked.chats, asked.tokens, 0.7, seed=0)
-    held_out = write_chats(str(gguf), tokenizer, min(HELD_OUT, asked.chats), asked.tokens, 0.0, seed=1 << 20)
+    with LLM(str(gguf)) as llm:
+        held_out = write_chats(llm, tokenizer, min(HELD_OUT, asked.chats), asked.tokens, 0.0, 1 << 20, clock)
+        chats = write_chats(llm, tokenizer, asked.chats, asked.tokens, 0.7, 0, clock)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **named).to(device).eval()
     base.requires_grad_(False)
     print(f"{len(chats)} chats of {sum(len(chat.ids) for chat in chats)} tokens")
-    eagle, medusa, losses = train(base, chats, asked)
+    eagle, medusa, losses = train(base, chats, asked, clock)
     few = max(1, min(20, len(losses) // 4))
     print(f"{len(losses)} steps: loss {sum(losses[:few]) / few:.3f} to {sum(losses[-few:]) / few:.3f}")
     eagle.save(asked.out / "eagle3", base.config)
     medusa.save(asked.out / "medusa")
-    for name, mean in accepted(base, eagle, medusa, held_out).items():
+    for name, mean in accepted(base, eagle, medusa, held_out, clock).items():
         print(f"{name}: {mean:.2f} tokens a step with {DEPTH} drafts")
 
 
@@ -337,8 +371,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="A .gguf file or folder of a Llama-like model; left out, SmolLM2.")
     parser.add_argument("--chats", type=int, default=4000, help="Chats that the model writes to learn from.")
     parser.add_argument("--tokens", type=int, default=192, help="Most tokens of an answer.")
-    parser.add_argument("--steps", type=int, default=3000, help="Most steps of training.")
-    parser.add_argument("--seconds", type=float, default=400.0, help="Most seconds of training.")
+    parser.add_argument("--steps", type=int, default=20000, help="Most steps of training.")
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="Seconds for everything: chats, training and measuring."
+    )
     parser.add_argument("--batch", type=int, default=16, help="Chats of a step.")
     parser.add_argument(
         "--positions", type=int, default=512, help="Positions of a step that Medusa's heads learn from."

@@ -120,7 +120,7 @@ def test_train_draft_heads(tmp_path: Path) -> None:
     base.save_pretrained(tmp_path / "base")
     chats = [script.Chat([(at * step) % 96 for at in range(30)], 4) for step in (1, 5, 7, 11)]
     asked = script.arguments([str(tmp_path), "--steps", "150", "--batch", "4", "--vocabulary", "60"])
-    eagle, medusa, losses = script.train(base, chats, asked)
+    eagle, medusa, losses = script.train(base, chats, asked, script.Clock(600.0))
     assert losses[-1] < 0.85 * losses[0]
     eagle.save(tmp_path / "eagle3", base.config)
     medusa.save(tmp_path / "medusa")
@@ -137,7 +137,7 @@ def test_train_draft_heads(tmp_path: Path) -> None:
         Drafting(tmp_path / "base", tmp_path / name).side_by_side(rows, 64, None, 3) for name in ("eagle3", "medusa")
     ]
     assert list(zip(*found, strict=True)) == expected
-    measured = script.accepted(base, eagle, medusa, chats)
+    measured = script.accepted(base, eagle, medusa, chats, script.Clock(600.0))
     assert all(1 <= measured[name] <= 4 for name in ("eagle3", "medusa"))
 
 
