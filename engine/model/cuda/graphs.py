@@ -27,6 +27,7 @@ from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler, Variant
 from headrace.engine.model.cuda.steps import is_lost
+from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.model.spec import MixerSpec
 from headrace.ops.cuda.attention.registry import DecodeKernel, DecodeRoom
 from headrace.ops.cuda.attention.steps import DecodeStep, WholeStep
@@ -173,8 +174,8 @@ class DecodeGraphs:
         self._plans: dict[_Place, Planned] = {}
         self._steps: dict[_Place, dict[MixerSpec, DecodeStep | WholeStep]] = {}
         """Places and attention of the steps of each (bucket, way, depth)."""
-        self._between: dict[tuple[int, str, AdapterUse], Tensor] = {}
-        """Logits that one graph leaves to another, which chooses, by (bucket, way, adapters)."""
+        self._between: dict[tuple[int, str, AdapterUse], tuple[Tensor, HiddenStates | None]] = {}
+        """Logits, and states, that one graph leaves to another, which chooses, by (bucket, way, adapters)."""
         self._last_planned: _Place | None = None
 
     def capture(self, *, contexts: Sequence[int], variants: Sequence[Variant]) -> None:
@@ -223,7 +224,7 @@ class DecodeGraphs:
 
     def logits(self, keys: Sequence[Key]) -> Tensor:
         """Return the logits that a masked variant's first graph leaves to its second: [rows or more, vocabulary]."""
-        return self._between[keys[0].bucket, keys[0].way, keys[0].use]
+        return self._between[keys[0].bucket, keys[0].way, keys[0].use][0]
 
     def close(self) -> None:
         """Drop all graphs; none may be running."""
@@ -311,9 +312,9 @@ class DecodeGraphs:
         """Run the decode step, or the part of it that the graph of `key` records."""
         bucket, way, variant, use, has_logits, depth, _ = key
         at = bucket, way, use
-        logits_LV = self._logits(key) if has_logits else self._between[at]
+        logits_LV, states = self._logits(key) if has_logits else self._between[at]
         if variant is None:
-            self._between[at] = logits_LV  # kept, so that no other graph of the pool gets its memory
+            self._between[at] = logits_LV, states  # kept, so that no other graph of the pool gets their memory
             return
         batch_B, inputs = self._rows.active_R[:bucket], self._inputs[key.lines]
         if depth:
@@ -323,9 +324,12 @@ class DecodeGraphs:
             answer = self._ids[:bucket]
             self._sampler.choose(logits_LV, batch_B, inputs.positions_B, self._ids, variant, pdl=self._pdl)
         self._rows.exchange.answer(answer, pdl=self._pdl)
+        if states is not None:
+            assert self._drafts is not None
+            self._drafts.take_up(bucket, depth, inputs, self._steps[_place(key)], states)
 
-    def _logits(self, key: Key) -> Tensor:
-        """Enqueue a step up to its logits, of each line."""
+    def _logits(self, key: Key) -> tuple[Tensor, HiddenStates | None]:
+        """Enqueue a step up to its logits, of each line; return these, and the states that a drafter reads, if any."""
         rows, inputs, use, steps = self._rows, self._inputs[key.lines], key.use, self._steps[_place(key)]
         rows.apply()
         batch_B = rows.active_R[: key.bucket]
@@ -345,8 +349,14 @@ class DecodeGraphs:
         rotated = all(isinstance(step, DecodeStep) for step in steps.values())
         adapted = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, use, rotated=rotated)
         with next(iter(self._ops.values())).experts.padded(Padding(batch_B, rows.padding_row)):  # of all mixers
-            hidden_BE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapted=adapted)
-        return self._decoder.logits(hidden_BE, adapted)
+            taps = None if self._drafts is None else self._drafts.drafter.taps
+            if taps is None:
+                hidden_LE, states = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapted=adapted), None
+            else:
+                assert isinstance(self._decoder, Decoder)  # no other model has a drafter that reads states
+                states = self._decoder.hidden_states(inputs.tokens_B, steps, self._kv, taps, adapted)
+                hidden_LE = states.final_NE
+        return self._decoder.logits(hidden_LE, adapted), states
 
     def _allocate(self, lines: int) -> DecodeInputs:
         """Return the inputs of the largest step."""

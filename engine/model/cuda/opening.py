@@ -34,6 +34,7 @@ try:
     from headrace.engine.model.cuda.adapters import CudaBank
     from headrace.engine.model.cuda.drafting.drafts import OpenDrafts, most_lines
     from headrace.engine.model.cuda.drafting.ngram import NgramDrafts
+    from headrace.engine.model.cuda.drafting.opening import CudaHead, HeadOpening
     from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, kinds_of, positions_of
     from headrace.engine.model.cuda.runner import CudaRunner
     from headrace.engine.model.cuda.sleep import Weights
@@ -67,6 +68,7 @@ class _Loaded(NamedTuple):
     reload: Callable[[], object]
     """Reads the weights once more, into the same memory."""
     parts: tuple[WeightPart, ...]
+    head: CudaHead | None = None
 
 
 def open_cuda(
@@ -119,20 +121,22 @@ def _open(
     kernels: Kernels,
     blank: bool,
 ) -> Device:
-    limits, memory = gpu_limits(config, spec), WeightMemory(device)
+    limits = gpu_limits(config, spec)
     spec = within_context(spec, limits.context)
+    head, memory = HeadOpening.of(config, spec, source), WeightMemory(device)
     if isinstance(source, ForeignModel):
         loaded = _load_foreign(config, source, memory, device, arch, kernels)
     else:
-        loaded = _load(config, spec, source, memory, device, arch, kernels, blank)
+        loaded = _load(config, spec, source, memory, device, arch, kernels, blank, head)
     decoder, ops = loaded.decoder, loaded.ops
     bank = _make_bank(config, spec, ops, limits)
-    page_bytes = next(iter(ops.values())).page_bytes(spec.num_layers)
-    free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device, kernels)
+    drafts = _drafts(config) if loaded.head is None else loaded.head.drafts(config)
+    page_bytes = next(iter(ops.values())).page_bytes(spec.num_layers + (0 if drafts is None else drafts.layers))
+    free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device, kernels, drafts)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
     runner = CudaRunner(
         decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank,
-        weights=Weights(memory, loaded.reload), speculation=_drafts(config), kernels=kernels,
+        weights=Weights(memory, loaded.reload), speculation=drafts, kernels=kernels,
     )  # fmt: skip
     try:
         runner.warm_up()
@@ -149,17 +153,11 @@ def _open(
 
 
 def _drafts(config: EngineConfig) -> OpenDrafts | None:
-    """Return how drafts are made, if rows may speculate."""
+    """Return how drafts are made without a head, if rows may speculate."""
     wanted = config.speculation
     if wanted is None:
         return None
-    if not isinstance(wanted, Ngram):
-        raise InvalidParams(
-            f"speculation: a GPU drafts by n-grams, heads draft on a CPU; got {wanted}",
-            field="speculation",
-            value=wanted,
-            limit="ngram",
-        )
+    assert isinstance(wanted, Ngram)
     longest = wanted.longest
     return OpenDrafts(lambda table: NgramDrafts(table, longest), wanted.k)
 
@@ -173,33 +171,32 @@ def _load(
     arch: Arch,
     kernels: Kernels,
     blank: bool,
+    head: HeadOpening | None,
 ) -> _Loaded:
-    """Load a model into `memory`."""
+    """Load a model, and a draft head if there is one, into `memory`."""
     dtype = DTYPE
     again = rereading(source)  # an open file is closed by then
 
     def load(source: Source) -> DecoderWeights:
         progress = LoggedProgress(weights_read)
-        return load_weights(
+        weights = load_weights(
             source, spec, dtype=dtype, device=device, seed=config.seed, progress=progress, empty=memory.empty,
             layout=lambda weight: in_codes(weight, dtype), quantize=config.quantize, quantize_head=config.quantize_head,
             blank=blank,
         )  # fmt: skip
+        if head is not None:
+            head.load(device, memory.empty)
+        return weights
 
     weights = load(source)
     ops = cuda_ops(
-        spec,
-        page_size=config.page_size,
-        max_positions=gpu_limits(config, spec).context,
-        dtype=dtype,
-        kv_dtype=kv_dtype(config),
-        kv_scales=weights.kv_scales,
-        device=device,
-        arch=arch,
-        kernels=kernels,
+        spec, page_size=config.page_size, max_positions=gpu_limits(config, spec).context, dtype=dtype,
+        kv_dtype=kv_dtype(config), kv_scales=weights.kv_scales, device=device, arch=arch, kernels=kernels,
         codes=kinds_of(weights),
-    )
-    return _Loaded(Decoder(spec, weights, ops), ops, lambda: load(again()), stored_parts(weights))
+    )  # fmt: skip
+    decoder: CudaDecoder = Decoder(spec, weights, ops)
+    made, of_head = (None, ()) if head is None else (head.made(decoder, ops, kernels), head.parts)
+    return _Loaded(decoder, ops, lambda: load(again()), (*stored_parts(weights), *of_head), made)
 
 
 def _load_foreign(
@@ -373,6 +370,7 @@ def _free_for_pages(
     limits: Limits,
     device: torch.device,
     kernels: Kernels,
+    drafts: OpenDrafts | None,
 ) -> int:
     """Return the bytes left for pages beside weights, graphs and the largest prefill, which runs once to measure it."""
     small = Capacity(
@@ -385,7 +383,9 @@ def _free_for_pages(
     )
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    trial = CudaRunner(decoder, ops, small, attention=config.decode_attention, device=device, kernels=kernels)
+    trial = CudaRunner(
+        decoder, ops, small, attention=config.decode_attention, device=device, speculation=drafts, kernels=kernels
+    )
     try:
         trial.rehearse()
         needed = torch.cuda.max_memory_allocated(device) - before

@@ -17,10 +17,13 @@ from torch import Tensor
 from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.model.cuda.adapters import NO_USE, Adapted, AdapterUse, CudaBank
 from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.cuda.drafting.drafter import Prefilled
+from headrace.engine.model.cuda.drafting.drafts import CudaDrafts
 from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.cuda.reports import MOST_POSITIONS, Lines
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler
+from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.model.shared.pools import Pools, PoolSpan
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Capacity, Work
@@ -39,6 +42,7 @@ class _Batch(NamedTuple):
     """One step's prefills on the device; indices are into the step's N tokens."""
 
     tokens_N: Tensor
+    rows_N: Tensor
     positions_N: Tensor
     slots_N: Tensor
     last_S: Tensor
@@ -99,6 +103,7 @@ class Prefills:
         kv: Tensor,
         capacity: Capacity,
         bank: CudaBank | None = None,
+        drafts: CudaDrafts | None = None,
         *,
         kernels: Sequence[PrefillKernel],
     ) -> None:
@@ -112,9 +117,11 @@ class Prefills:
             kv: The paged cache.
             capacity: Tokens and rows of a step.
             bank: The adapters that rows may use; None without adapters.
+            drafts: The drafts of rows that speculate; None where none does.
             kernels: The kernels of attention to choose among.
         """
         self._decoder, self._rows, self._sampler, self._kv = decoder, rows, sampler, kv
+        self._drafter = None if drafts is None else drafts.drafter
         self._bank = bank
         self._device, self._page_size = kv.device, capacity.page_size
         self._attention = {
@@ -156,10 +163,11 @@ class Prefills:
             steps[mixer] = PrefillStep(batch.positions_N, batch.slots_N, attention, given)
         sampled, reported = len(batch.last_S), len(batch.prompt_P)
         wanted = torch.cat((batch.last_S, batch.prompt_P, batch.pooled_P)) if reported or spans else batch.last_S
-        hidden_WE = self._decoder.hidden(batch.tokens_N, steps, self._kv, wanted, adapters)
+        hidden_WE, states = self._hidden(batch, steps, wanted, adapters)
         lines = [self._report(works, batch, hidden_WE[sampled : sampled + reported], used)] if reported else []
         pooled = self.pools.pool(spans, hidden_WE[sampled + reported :])
         if not sampled:
+            self._take_up(works, batch, steps, states)
             return 0, lines, pooled
         samplers = [work for work in works if work.samples]
         for work in samplers:
@@ -172,7 +180,30 @@ class Prefills:
         self._sampler.choose(
             logits_SV, rows_S, batch.last_positions_S, ids[first : first + sampled], variant, first=first
         )
+        self._take_up(works, batch, steps, states)
         return sampled, lines + self._sampler.lines(row_S, first), pooled
+
+    def _hidden(
+        self, batch: _Batch, steps: Mapping[MixerSpec, PrefillStep], wanted: Tensor, adapters: Adapted | None
+    ) -> tuple[Tensor, HiddenStates | None]:
+        """Return the hidden states of the tokens `wanted`, and those of all tokens that a drafter reads, if any."""
+        taps = None if self._drafter is None else self._drafter.taps
+        if taps is None:
+            return self._decoder.hidden(batch.tokens_N, steps, self._kv, wanted, adapters), None
+        assert isinstance(self._decoder, Decoder)  # no other model has a drafter that reads states
+        states = self._decoder.hidden_states(batch.tokens_N, steps, self._kv, taps, adapters)
+        return states.final_NE[wanted], states
+
+    def _take_up(
+        self,
+        works: Sequence[Work],
+        batch: _Batch,
+        steps: Mapping[MixerSpec, PrefillStep],
+        states: HiddenStates | None,
+    ) -> None:
+        """Let the drafter keep what it reads of `works`, once the tokens behind them are known."""
+        if self._drafter is not None and states is not None:
+            self._drafter.take_up_prompts(Prefilled(works, batch.tokens_N, batch.rows_N, steps, states))
 
     def _act_between(self, logits_SV: Tensor, works: Sequence[Work], rows_S: Tensor) -> Tensor:
         """Enqueue what the host does before `works` choose; return their rows, with padding for those left out."""
@@ -230,6 +261,7 @@ class Prefills:
         following = pool_RC[of_prompt, positions[prompt] + 1]
         return _Batch(
             pool_RC[rows, positions],
+            rows,
             positions,
             slots,
             last,

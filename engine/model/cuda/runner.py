@@ -99,24 +99,24 @@ class CudaRunner:
         self._stream = borrow_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the stream on which weights were made
         with returned_if_short(self._stream), torch.inference_mode(), self._stream:
-            self._memory = next(iter(ops.values())).allocate_pages(decoder.spec.num_layers, capacity.num_pages)
+            more, most = (0, 0) if speculation is None else (speculation.layers, speculation.most)
+            layers, rows = decoder.spec.num_layers + more, capacity.max_rows
+            self._memory = next(iter(ops.values())).allocate_pages(layers, capacity.num_pages)
             self._kv = self._memory.kv
-            rows, most = capacity.max_rows, 0 if speculation is None else speculation.most
             self._rows = DeviceRows(capacity, self._memory.scratch_page, device, most_words(rows, most))
             chosen = most_lines(rows, most) + rows  # in decodes and prefills
             self._sampler = RowSampler(self._rows, capacity, device, chosen)
             self._ids = torch.zeros(chosen, dtype=torch.int32, device=device)
-            self._results = [Result(chosen) for _ in range(_RESULTS)]
-            self._turn = 0
+            self._results, self._turn = [Result(chosen) for _ in range(_RESULTS)], 0
             self._ordering = Ordering()
             """Order of the decodes that `launch` enqueues itself."""
-            drafts = speculation and CudaDrafts(speculation, self._rows, self._sampler, capacity, device)
+            drafts = speculation and CudaDrafts(speculation, self._rows, self._sampler, capacity, self._kv)
             self._graphs = DecodeGraphs(
                 decoder, ops, self._rows, self._sampler, self._kv, self._ids,
                 max_rows=rows, attention=attention, bank=bank, drafts=drafts, kernels=kernels.decodes,
             )  # fmt: skip
             self._prefills = Prefills(
-                decoder, ops, self._rows, self._sampler, self._kv, capacity, bank, kernels=kernels.prefills
+                decoder, ops, self._rows, self._sampler, self._kv, capacity, bank, drafts, kernels=kernels.prefills
             )
         self._moves = PageMoves(self._kv, self._stream, device)
         self._submitted = 0

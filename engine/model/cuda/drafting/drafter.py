@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.model.network.decoder import HiddenStates
@@ -23,7 +25,7 @@ __all__ = ["CudaDrafter", "Decoded", "Prefilled", "RowTable"]
 
 
 class RowTable(NamedTuple):
-    """What the device knows of its rows; tensors over R rows, of which the last one is padding and stays empty."""
+    """What a drafter sees of its rows; tensors over R rows, of which the last one is padding and stays empty."""
 
     pool_RC: Tensor
     """Tokens of each row from position 0, int32. A row's drafts go behind its known tokens."""
@@ -33,6 +35,12 @@ class RowTable(NamedTuple):
     """Largest number of drafts of each row that the present step may verify, int32; there are pages for so many."""
     table_RP: Tensor
     """Page numbers of each row, int32."""
+    pages: NDArray[np.int32]
+    """The same on the host, which its owner keeps up to date."""
+    kv: Tensor
+    """Pages of all layers, [layers, pages, 2, T, K, D]; those of a drafter with layers of its own are the last."""
+    most_lines: int
+    """Most lines of a decode."""
 
 
 class Decoded(NamedTuple):

@@ -6,16 +6,19 @@ drafter.py, and ops/cuda/drafts/accept.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.engine.model.cuda.drafting.drafter import CudaDrafter, RowTable
+from headrace.engine.model.cuda.drafting.drafter import CudaDrafter, Decoded, RowTable
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler, Variant
+from headrace.engine.model.network.decoder import HiddenStates
+from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Capacity
+from headrace.ops.cuda.attention.steps import CudaStep
 from headrace.ops.cuda.drafts.accept import HEAD, Appended, accept, choose_and_accept
 from headrace.ops.cuda.drafts.lines import prepare_lines
 from headrace.ops.cuda.fused import DecodeInputs
@@ -34,9 +37,11 @@ class OpenDrafts(NamedTuple):
     """How one engine's drafts are made."""
 
     open: Callable[[RowTable], CudaDrafter]
-    """Makes what guesses for the rows of a table."""
+    """Makes what guesses for the rows of one runner."""
     most: int
     """Largest number of drafts of a row in one step."""
+    layers: int = 0
+    """Layers of the drafter whose keys and values lie in the pages, behind those of the model."""
     rates: tuple[float, ...] = ()
     """For benchmarks: the share of drafts that count as right at each place, whatever they are; empty otherwise."""
 
@@ -65,7 +70,7 @@ class CudaDrafts:
         rows: DeviceRows,
         sampler: RowSampler,
         capacity: Capacity,
-        device: torch.device,
+        kv: Tensor,
     ) -> None:
         """Allocate for the largest step.
 
@@ -74,18 +79,14 @@ class CudaDrafts:
             rows: The row table.
             sampler: The sampler of these rows.
             capacity: Most rows of a step, and the width of the logits.
-            device: The GPU.
+            kv: The pages of all layers.
         """
-        self.most, self._rows, self._sampler, self._capacity, self._device = (
-            wanted.most,
-            rows,
-            sampler,
-            capacity,
-            device,
-        )
-        self.drafter = wanted.open(RowTable(rows.pool_RC, rows.lengths_R, rows.most_R, rows.table_RP))
+        self.most, self._rows, self._sampler, self._capacity = wanted.most, rows, sampler, capacity
+        self._device = device = kv.device
         self.lines = most_lines(capacity.max_rows, self.most)
         """Most lines of a step."""
+        pages = rows.table_RP, rows.pages, kv
+        self.drafter = wanted.open(RowTable(rows.pool_RC, rows.lengths_R, rows.most_R, *pages, self.lines))
         size = capacity.max_rows
 
         def words(count: int) -> Tensor:
@@ -112,9 +113,23 @@ class CudaDrafts:
         """Return the row of each line of a step, int32, in the memory that `prepare` writes."""
         return self._line_rows[: bucket * (depth + 1)]
 
-    def run_counts(self, bucket: int, depth: int) -> Tensor:
-        """Return the number of tokens that each row gained in the step that has just chosen, int32, strided."""
-        return self._runs_of(bucket, depth)[:, 1]
+    def take_up(
+        self, bucket: int, depth: int, inputs: DecodeInputs, steps: Mapping[MixerSpec, CudaStep], states: HiddenStates
+    ) -> None:
+        """Enqueue what the drafter keeps of the step that has just chosen its tokens, of any depth.
+
+        Args:
+            bucket: Number of rows of the step.
+            depth: Most drafts that it computed for a row.
+            inputs: Inputs of its lines.
+            steps: Their places in the cache, by mixer of the model.
+            states: Hidden states of its lines, with the inputs of the layers that `CudaDrafter.taps` names.
+        """
+        active_B = self._rows.active_R[:bucket]
+        line_rows_L, counts_B = active_B, torch.ones_like(active_B)
+        if depth:
+            line_rows_L, counts_B = self.line_rows(bucket, depth), self._runs_of(bucket, depth)[:, 1]
+        self.drafter.take_up(Decoded(depth, active_B, inputs, line_rows_L, counts_B, steps, states))
 
     def prepare(self, bucket: int, depth: int, inputs: DecodeInputs, page_size: int) -> None:
         """Enqueue the drafts of a step and the inputs of its lines."""

@@ -35,10 +35,9 @@ class MedusaHeads(Generic[Packed, Step, Kv]):
 
         Args:
             final_RE: Hidden state, behind the final norm, of the token from which each row's next one was chosen.
-            count: Number of drafts of each row, at most `MedusaSpec.most_drafts`.
+            count: Number of drafts of each row, from 1 to `MedusaSpec.most_drafts`.
         """
-        found = [self._best(head, final_RE) for head in range(count)]
-        return torch.stack(found, 1) if found else torch.empty(len(final_RE), 0, dtype=torch.int64)
+        return torch.stack([self._best(head, final_RE) for head in range(count)], 1)
 
     def _best(self, head: int, x_RE: Tensor) -> Tensor:
         for packed in self._blocks[head]:

@@ -55,6 +55,7 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
         weights: RecurrentWeights,
         ops: Mapping[MixerSpec, DeviceOps[Packed, Step, Kv]],
         target: Target,
+        embedding_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Pack `weights` in the form that the device wants; the caller may drop them afterwards.
 
@@ -63,6 +64,7 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
             weights: Its parameters.
             ops: The device's operations, by each of the different mixers of `spec.block`.
             target: The model that the head drafts for.
+            embedding_dtype: Dtype in which the device takes embeddings that the head has of its own.
         """
         self.spec = spec
         self._mixer = spec.block.layers[0].mixer
@@ -71,7 +73,7 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
         self._fuse = self._ops.pack(weights.fuse, weights.vectors.get("fuse_bias"))
         self._first, self._feed = self._packed(weights.layers[0])
         self._layer = SerialLayer(self._first, self._feed, self._ops, 0)
-        self._embedding = weights.embedding
+        self._embedding, self._embedding_dtype = weights.embedding, embedding_dtype
         self._head = None if weights.head is None else self._ops.pack_head(weights.head)
         self._ids_D = weights.ids_D
 
@@ -148,4 +150,4 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
     def _embedded(self, tokens_N: Tensor) -> Tensor:
         if self._embedding is None:
             return self._target.embedded(tokens_N)
-        return self._embedding.rows(tokens_N, torch.float32)
+        return self._embedding.rows(tokens_N, self._embedding_dtype)

@@ -1,0 +1,207 @@
+"""`RecurrentDrafter` and `MedusaDrafter`: trained draft heads inside the graphs of decode steps.
+
+They own what a head keeps of each row between steps: the state of the row's last position whose following token is
+known. A recurrent head's keys and values lie in the pages of the target, as those of one more layer, at the places of
+the positions that they belong to. Next to read: ../../drafting/heads/recurrent.py, then attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from headrace.engine.model.cuda.drafting.attention import HeadAttention
+from headrace.engine.model.cuda.drafting.drafter import Decoded, Prefilled, RowTable
+from headrace.engine.model.cuda.operations import positions_of
+from headrace.engine.model.drafting.heads.medusa import MedusaHeads
+from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
+from headrace.engine.model.spec import MixerSpec
+from headrace.ops.cuda.attention.steps import CudaStep
+from headrace.ops.cuda.block import CudaOps
+from headrace.ops.cuda.experts.registry import Padding
+from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
+from headrace.ops.cuda.products.packed import CudaProduct
+
+__all__ = ["MedusaDrafter", "RecurrentDrafter"]
+
+_UNKNOWN: Final = -1
+
+
+class _States:
+    """The latest state of each row; rows get drafts if it is the one of their last token but one."""
+
+    def __init__(self, rows: RowTable, size: int, dtype: torch.dtype) -> None:
+        """Know nothing of any row."""
+        self.rows = rows
+        self.padding_row: Final = len(rows.lengths_R) - 1
+        device = rows.lengths_R.device
+        self._states_RE = torch.zeros(len(rows.lengths_R), size, dtype=dtype, device=device)
+        self._known_R = torch.full_like(rows.lengths_R, _UNKNOWN)
+        """Position of each row's last token when its state was computed."""
+
+    def keep(self, rows_B: Tensor, lengths_B: Tensor, states_BE: Tensor) -> None:
+        """Keep the state of rows (int64) whose last token has these positions; of padding it does not matter."""
+        self._states_RE[rows_B] = states_BE
+        self._known_R[rows_B] = lengths_B.int()
+
+    def keep_last(self, positions_N: Tensor, rows_N: Tensor, states_NE: Tensor) -> None:
+        """Keep the state of the last of each row's positions, which are packed one row (int64) after the other."""
+        ends_N = torch.ones_like(rows_N, dtype=torch.bool)
+        ends_N[:-1] = rows_N[1:] != rows_N[:-1]
+        self.keep(torch.where(ends_N, rows_N, self.padding_row), positions_N + 1, states_NE)
+
+    def of(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the states of rows (int64), and which of these are known and up to date, bool."""
+        is_known_B = (self._known_R[rows_B] == self.rows.lengths_R[rows_B]) & (rows_B != self.padding_row)
+        return self._states_RE[rows_B], is_known_B
+
+    def following(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        """Return the token behind each position of rows (int64), which the row table has."""
+        last = self.rows.pool_RC.shape[1] - 1
+        return self.rows.pool_RC[rows_N, (positions_N.long() + 1).clamp(max=last)]
+
+    def write(self, rows_B: Tensor, is_known_B: Tensor, ids_B: Tensor, place: int) -> None:
+        """Write the drafts of one place, from 0 on, behind the known tokens of rows (int64)."""
+        pool_RC = self.rows.pool_RC
+        at_B = self.rows.lengths_R[rows_B].long() + 1 + place
+        inside_B = is_known_B & (at_B < pool_RC.shape[1])
+        at_B = at_B.clamp(max=pool_RC.shape[1] - 1)
+        pool_RC[rows_B, at_B] = torch.where(inside_B, ids_B.int(), pool_RC[rows_B, at_B])
+
+
+class MedusaDrafter:
+    """Medusa's heads, which read the final hidden state of the token before the last one."""
+
+    taps: Final[tuple[int, ...] | None] = ()
+
+    def __init__(self, heads: MedusaHeads[CudaProduct, CudaStep, Tensor], rows: RowTable, dtype: torch.dtype) -> None:
+        """Draft for `rows` by hidden states in `dtype`."""
+        self._heads = heads
+        self._states = _States(rows, heads.spec.hidden_size, dtype)
+
+    def draft(self, rows_B: Tensor, depth: int, counts_B: Tensor) -> None:
+        """Enqueue the drafts of a step, as `CudaDrafter.draft` says."""
+        rows_B = rows_B.long()
+        states_BE, is_known_B = self._states.of(rows_B)
+        counts_B.copy_(is_known_B * depth)
+        for place, ids_B in enumerate(self._heads.drafts(states_BE, depth).unbind(1)):
+            self._states.write(rows_B, is_known_B, ids_B, place)
+
+    def take_up(self, decoded: Decoded) -> None:
+        """Keep the final state of each row's last right token."""
+        _keep_last_lines(self._states, decoded, decoded.states.final_NE)
+
+    def take_up_prompts(self, prefilled: Prefilled) -> None:
+        """Keep the final state of each row's last token."""
+        positions_N = positions_of(next(iter(prefilled.steps.values())))
+        self._states.keep_last(positions_N, prefilled.rows_N, prefilled.states.final_NE)
+
+
+class RecurrentDrafter:
+    """A head of EAGLE, EAGLE-2 or EAGLE-3, or a module for multi-token prediction."""
+
+    def __init__(
+        self,
+        head: RecurrentHead[CudaProduct, CudaStep, Tensor],
+        ops: Mapping[MixerSpec, CudaOps],
+        attention: HeadAttention,
+        rows: RowTable,
+        kv: Tensor,
+    ) -> None:
+        """Draft for `rows`.
+
+        Args:
+            head: The head.
+            ops: The operations that it was made with.
+            attention: The attention of its layer.
+            rows: The row table.
+            kv: The pages of the head's layer, [1, pages, 2, T, K, D].
+        """
+        (self._mixer,) = ops
+        self._head, self._ops, self._attention, self._kv = head, ops[self._mixer], attention, kv
+        self._chain = self._ops.products.room.chain
+        self._states = _States(rows, head.spec.block.hidden_size, self._ops.shape.dtype)
+        self._page_size = self._ops.shape.page_size
+        self._inputs = _Inputs(rows)
+
+    @property
+    def taps(self) -> tuple[int, ...] | None:
+        """Layers of the target whose inputs the head reads."""
+        return self._head.spec.taps
+
+    def draft(self, rows_B: Tensor, depth: int, counts_B: Tensor) -> None:
+        """Enqueue the drafts of a step, as `CudaDrafter.draft` says; each but the first computes one position more."""
+        states, rows = self._states, self._states.rows
+        places_B = rows_B.long()
+        states_BE, is_known_B = states.of(places_B)
+        counts_B.copy_(is_known_B * depth)
+        most_B = torch.where(is_known_B, rows.most_R[places_B], 0)
+        ids_B = self._head.best(states_BE)
+        states.write(places_B, is_known_B, ids_B, 0)
+        for place in range(1, depth):
+            # Where nobody will look at the draft, there may be no page either.
+            going_B = torch.where(most_B > place, rows_B, states.padding_row).int()
+            states_BE = self._further(going_B, place, ids_B, states_BE)
+            ids_B = self._head.best(states_BE)
+            states.write(places_B, is_known_B, ids_B, place)
+
+    def take_up(self, decoded: Decoded) -> None:
+        """Compute the head's states of a step's lines; entries behind refused drafts are overwritten before use.
+
+        Lines without a draft leave theirs in the scratch page, as in the target.
+        """
+        inputs = decoded.inputs
+        following_L = self._states.following(decoded.line_rows_L.long(), inputs.positions_B)
+        entries_LE = self._head.fused(decoded.states)
+        states_LE = self._advance(following_L, entries_LE, self._attention.decode(inputs), decoded.line_rows_L)
+        _keep_last_lines(self._states, decoded, states_LE)
+
+    def take_up_prompts(self, prefilled: Prefilled) -> None:
+        """Compute the head's states of all tokens; behind a prompt that goes on, the following token is known, too."""
+        step = self._attention.prefill(prefilled)
+        following_N = self._states.following(prefilled.rows_N, step.positions_N)
+        entries_NE = self._head.fused(prefilled.states)
+        states_NE = self._head.advance(following_N, entries_NE, {self._mixer: step}, self._kv)
+        self._states.keep_last(step.positions_N, prefilled.rows_N, states_NE)
+
+    def _further(self, rows_B: Tensor, place: int, ids_B: Tensor, states_BE: Tensor) -> Tensor:
+        """Return the states of the positions `place` behind the last one whose state was kept."""
+        rows, inputs = self._states.rows, self._inputs.of(len(rows_B))
+        positions_R = rows.lengths_R + (place - 1)
+        prepare_decode(rows_B, rows.pool_RC, positions_R, rows.table_RP, inputs, page_size=self._page_size)
+        return self._advance(ids_B, states_BE, self._attention.decode(inputs), rows_B)
+
+    def _advance(self, tokens_L: Tensor, states_LE: Tensor, step: CudaStep, rows_L: Tensor) -> Tensor:
+        with self._chain.watched(), self._ops.experts.padded(Padding(rows_L, self._states.padding_row)):
+            return self._head.advance(tokens_L, states_LE, {self._mixer: step}, self._kv)
+
+
+class _Inputs:
+    """Inputs of steps of one line for each row, in memory for the largest of them."""
+
+    def __init__(self, rows: RowTable) -> None:
+        device, max_rows = rows.table_RP.device, len(rows.table_RP) - 1
+        tokens, positions, lengths, tails = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(4))
+        slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        pages = rows.table_RP[:1].repeat(max_rows, 1)  # valid page numbers
+        self._largest = DecodeInputs(tokens, positions, slots, lengths, pages, tails)
+        self._of: dict[int, DecodeInputs] = {}
+
+    def of(self, count: int) -> DecodeInputs:
+        """Return the inputs of so many rows."""
+        if count not in self._of:
+            parts = (getattr(self._largest, field.name)[:count] for field in fields(DecodeInputs))
+            self._of[count] = DecodeInputs(*parts)
+        return self._of[count]
+
+
+def _keep_last_lines(states: _States, decoded: Decoded, states_LE: Tensor) -> None:
+    """Keep the states of each row's last line whose token was right."""
+    rows_B, lines = decoded.rows_B.long(), decoded.depth + 1
+    firsts_B = torch.arange(0, len(rows_B) * lines, lines, device=rows_B.device)
+    last_B = firsts_B + (decoded.counts_B - 1).clamp(min=0)
+    states.keep(rows_B, states.rows.lengths_R[rows_B], states_LE[last_B])

@@ -1,0 +1,105 @@
+"""Tiny models and draft heads for them, and what engines are asked with them; holds no tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from draft_heads import SIZE, Eagle3Head, EagleHead, Head, MedusaHead
+from tiny_models import chat_folder
+
+from headrace.engine import Completion, Engine, SamplingParams
+from headrace.engine.scheduling.speculation.depth import DepthRule
+from headrace.engine.speculation import Eagle, Medusa
+
+__all__ = ["ASKED", "HEADS", "PROMPTS", "TOKENS", "always_deep", "ask_all", "chained_folder", "fit", "told"]
+
+TOKENS = 257
+
+PROMPTS = [
+    "one two three one two three one two",
+    "the cat sat on the mat and the cat sat on the",
+    "a",
+    "x y x y x y x y x y x y x y x y x y",
+    "the cat sat on the mat and looked",
+]
+
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 5, "top_k": 8, "logprobs": 2},
+    {"temperature": 0.7, "seed": 7, "repetition_penalty": 1.3},
+    {"temperature": 0.0, "stop_token_ids": list(range(100, 110))},
+    {"temperature": 1.0, "seed": 12, "n": 2},
+    {"temperature": 1.0, "seed": 13, "speculate": False},
+    {"temperature": 1.0, "seed": 11, "response_format": {"type": "json_object"}, "max_tokens": 12},
+]
+
+
+def fit(head: Head) -> Head:
+    """The head for a target of two layers and more tokens."""
+    head.config["vocab_size"] = TOKENS
+    head.tensors.pop("embed_tokens.weight", None)
+    if isinstance(head, Eagle3Head):
+        head.taps = (0, 1, 2)
+        head.config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
+        ids = head.tensors["d2t"] + torch.arange(head.vocabulary)
+        head.tensors["t2d"] = torch.zeros(TOKENS, dtype=torch.bool).index_fill(0, ids, True)
+    if isinstance(head, MedusaHead):
+        for number in range(head.heads):
+            head.tensors[f"{number}.1.weight"] = torch.randn(TOKENS, SIZE) * 0.3
+    return head
+
+
+HEADS: dict[str, tuple[Callable[[], Head], type[Eagle | Medusa]]] = {
+    "EAGLE": (EagleHead, Eagle),
+    "EAGLE-3": (Eagle3Head, Eagle),
+    "Medusa": (MedusaHead, Medusa),
+}
+
+
+def always_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DepthRule, "choose", lambda self, rows, context: self._most)
+
+
+async def ask_all(engine: Engine, asked: Sequence[dict[str, Any]] = ASKED) -> list[Completion]:
+    found: dict[int, Completion] = {}
+
+    async def one(index: int) -> None:
+        params = SamplingParams(**({"max_tokens": 24} | asked[index]))
+        found[index] = await engine.generate(PROMPTS[index % len(PROMPTS)], params)
+
+    async with anyio.create_task_group() as group:
+        for index in range(len(asked)):
+            group.start_soon(one, index)
+    return [found[index] for index in range(len(asked))]
+
+
+def told(answers: Sequence[Completion]) -> list[Any]:
+    return [(answer.choices, answer.usage.completion_tokens) for answer in answers]
+
+
+def chained_folder(folder: Path, family: str = "Llama") -> Path:
+    """A model whose next token depends on the latest one alone: its layers add nothing."""
+    import transformers
+
+    chat_folder(folder)
+    torch.manual_seed(9)
+    sizes: dict[str, Any] = {
+        "vocab_size": TOKENS, "hidden_size": SIZE, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
+        "eos_token_id": 256, "tie_word_embeddings": False,
+    }  # fmt: skip
+    if family == "Glm4Moe":
+        sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+                  "topk_group": 1, "first_k_dense_replace": 0, "head_dim": 8, "pad_token_id": None}  # fmt: skip
+    config, kind = (getattr(transformers, f"{family}{end}") for end in ("Config", "ForCausalLM"))
+    made = kind(config(**sizes))
+    for name, parameter in made.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            torch.nn.init.zeros_(parameter)
+    made.save_pretrained(folder)
+    return folder

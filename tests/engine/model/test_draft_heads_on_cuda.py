@@ -1,0 +1,69 @@
+"""Draft heads by the operations of an emulated GPU against their definitions, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from cuda_draft_driver import CudaDrafting
+from draft_driver import states_of
+from draft_heads import HEADS, VOCABULARY
+from emulated_cuda import Gpu, emulated
+
+LENGTHS = (21, 9, 40, 4)
+DEPTH = 3
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
+    torch.manual_seed(11)
+    sizes = {"num_hidden_layers": 7, "tie_word_embeddings": False}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny_models.CONFIG | sizes))
+    for name, parameter in model.named_parameters():
+        mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3)
+        torch.nn.init.normal_(parameter, mean, spread)
+    folder = tmp_path_factory.mktemp("target")
+    model.save_pretrained(folder)
+    tiny_models.write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(target_folder: Path) -> Any:
+    import transformers
+
+    return transformers.LlamaForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Gpu]:
+    with emulated() as gpu:
+        yield gpu
+
+
+def drawn() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_drafts_are_those_of_the_definition(
+    name: str, target_folder: Path, model: Any, gpu: Gpu, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    head, rows = HEADS[name](), drawn()
+    expected = [head.drafts(states_of(model, ids), ids[1:], DEPTH) for ids in rows]
+    assert len({tuple(drafts) for drafts in expected}) >= 3, "drafts that depend on nothing prove nothing"
+    with torch.inference_mode():
+        drafting = CudaDrafting(gpu, target_folder, head.write(tmp_path / "head"), DEPTH)
+        for prompt, chunk in ((64, 64), (64, 5)):
+            drafting.start(rows, prompt, chunk)
+            assert drafting.drafts(range(len(rows)), DEPTH) == expected, "behind prompts"
+        for seed in range(3):
+            assert drafting.verified(rows, seed, 2) == expected, "behind steps with drafts and without"
