@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, NoReturn, TypeAlias, get_args
 
 from headrace.engine.errors import InvalidParams
 
-__all__ = ["Eagle", "Medusa", "Mtp", "Ngram", "Speculation", "speculation_of"]
+__all__ = ["DraftModel", "Eagle", "Medusa", "Mtp", "Ngram", "Speculation", "speculation_of"]
 
 _MOST_DRAFTS: Final = 16
 _LONGEST: Final = 32
 _FEWEST_COMPARED: Final = 2
+_Quantize: TypeAlias = Literal["fp8", "int8", "int4"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,33 @@ class Ngram:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModel:
+    """Guess by a smaller model with the same tokenizer, which reads all that the model reads.
+
+    Raises:
+        InvalidParams: `path` is no path, `file` no text, `quantize` no format, or `k` is out of its range.
+    """
+
+    path: str | os.PathLike[str]
+    """The model that guesses: a folder, a GGUF file or a hub id, as `Engine` takes them."""
+    k: int = 3
+    """Most drafts for a request in one step, from 1 to 16; steps take fewer, or none, where that is faster."""
+    file: str | None = None
+    """Which GGUF file of a folder or of a hub repository, by a pattern such as `*Q4_K_M*`."""
+    quantize: _Quantize | None = None
+    """Format to which its matrices are quantised while they are loaded; None leaves them as they are stored."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _check_path(self.path, "the path of a model")
+        _check("k", self.k, 1, _MOST_DRAFTS)
+        if self.file is not None and (not isinstance(self.file, str) or not self.file):
+            _refuse("file", self.file, "a pattern of a file's name, or None")
+        if self.quantize is not None and self.quantize not in get_args(_Quantize):
+            _refuse("quantize", self.quantize, ", ".join(get_args(_Quantize)))
+
+
+@dataclass(frozen=True, slots=True)
 class Eagle:
     """Guess by a head of EAGLE, EAGLE-2 or EAGLE-3 that was trained for the model, also in the speculators format.
 
@@ -53,7 +81,7 @@ class Eagle:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        _check_path(self.path)
+        _check_path(self.path, "the path of the head's folder")
         _check("k", self.k, 1, _MOST_DRAFTS)
 
 
@@ -73,7 +101,7 @@ class Medusa:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        _check_path(self.path)
+        _check_path(self.path, "the path of the head's folder")
         _check("k", self.k, 1, _MOST_DRAFTS)
 
 
@@ -93,14 +121,22 @@ class Mtp:
         _check("k", self.k, 1, _MOST_DRAFTS)
 
 
-Speculation: TypeAlias = Ngram | Eagle | Medusa | Mtp
+Speculation: TypeAlias = Ngram | DraftModel | Eagle | Medusa | Mtp
 """Any way of guessing tokens."""
 
-_METHODS: Final[Mapping[str, type[Speculation]]] = {"ngram": Ngram, "eagle": Eagle, "medusa": Medusa, "mtp": Mtp}
+_METHODS: Final[Mapping[str, type[Speculation]]] = {
+    "ngram": Ngram,
+    "draft": DraftModel,
+    "eagle": Eagle,
+    "medusa": Medusa,
+    "mtp": Mtp,
+}
+_TEXTS: Final = ("path", "file", "quantize")
+"""Options that are text; the others are numbers."""
 
 
 def speculation_of(wanted: object) -> Speculation | None:
-    """Return what `wanted` is or names, such as `Ngram(k=4)`, "ngram", "ngram:k=4,longest=3" or None.
+    """Return what `wanted` is or names, such as `Ngram(k=4)`, "ngram", "ngram:k=4,longest=3", "draft:FOLDER" or None.
 
     Raises:
         InvalidParams: The way of guessing has no such option, or an option's value is out of range.
@@ -117,35 +153,34 @@ def speculation_of(wanted: object) -> Speculation | None:
 
 
 def _options(method: type[Speculation], text: str) -> dict[str, Any]:
-    """Return the options of a way of guessing that text such as "k=4,longest=3" holds."""
+    """Return the options of a way of guessing that text such as "k=4,longest=3" holds; a path may stand first alone."""
     known = [field.name for field in fields(method)]
     options: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
+    for place, part in enumerate(filter(None, text.split(","))):
         name, _, value = part.partition("=")
+        if place == 0 and "path" in known and "=" not in part:
+            name, value = "path", part
         if name not in known:
             field = f"speculation.{name}"
             raise InvalidParams(f"{field}: there is no such option, only {', '.join(known)}", field=field, value=value)
         if name in options:
             raise InvalidParams(f"speculation.{name}: is given twice", field=f"speculation.{name}", value=value)
-        options[name] = int(value) if name != "path" and value.isascii() and value.isdecimal() else value
+        options[name] = int(value) if name not in _TEXTS and value.isascii() and value.isdecimal() else value
     if "path" in known:
         options.setdefault("path", "")
     return options
 
 
-def _check_path(path: object) -> None:
+def _check_path(path: object, limit: str) -> None:
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        field = "speculation.path"
-        message = f"{field}: must be the path of the head's folder, got {path!r}"
-        raise InvalidParams(message, field=field, value=path, limit="a path")
+        _refuse("path", path, limit)
 
 
 def _check(name: str, value: object, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:
-        field = f"speculation.{name}"
-        raise InvalidParams(
-            f"{field}: must be an int from {least} to {most}, got {value!r}",
-            field=field,
-            value=value,
-            limit={"ge": least, "le": most},
-        )
+        _refuse(name, value, f"an int from {least} to {most}", {"ge": least, "le": most})
+
+
+def _refuse(name: str, value: object, what: str, limit: object = None) -> NoReturn:
+    field = f"speculation.{name}"
+    raise InvalidParams(f"{field}: must be {what}, got {value!r}", field=field, value=value, limit=limit or what)

@@ -10,9 +10,11 @@ from headrace.engine.scheduling.plan import Capacity
 
 __all__ = ["EngineInfo", "EngineStats", "ModelPart", "WeightPart"]
 
-ModelPart: TypeAlias = Literal["embedding", "attention", "feed-forward", "experts", "head", "other", "draft head"]
+ModelPart: TypeAlias = Literal[
+    "embedding", "attention", "feed-forward", "experts", "head", "other", "draft head", "draft model"
+]
 """Part of a model; `feed-forward` are dense feeds and shared experts, and `other` are norms, biases and routers. A
-`draft head` is what the option `speculation` loads beside the model."""
+`draft head` or a `draft model` is what the option `speculation` loads beside the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class EngineInfo:
     """Values that the model's files recommend for `SamplingParams` that leave them out."""
     weights: tuple[WeightPart, ...] = ()
     """Formats of the weights and their bytes, part by part; a head that shares the embedding's memory has none."""
+    draft_model: str = ""
+    """Name of the smaller model that drafts (`DraftModel`); empty without one."""
     experts: int = 0
     """Experts of each layer that has any, a shared one not counted; 0 for a model without."""
     experts_per_token: int = 0

@@ -24,6 +24,7 @@ from headrace.engine.model.checkpoint.embedding import read_embedding
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.cpu.opening import open_cpu
+from headrace.engine.model.drafting.draft_model import DraftSource, open_draft_model
 from headrace.engine.model.encoder.opening import open_encoder
 from headrace.engine.model.encoder.spec import encoder_from_hf, is_encoder
 from headrace.engine.model.experts import routing_of
@@ -115,7 +116,8 @@ def _open(config: EngineConfig) -> Opened:
             spec = from_hf(described) if foreign is None else foreign.spec
             tokenizer = _NoTokenizer() if source == "random" else Tokenizer.from_folder(path)
         recommended = _recommended(config, source)
-        device = _open_device(config, spec, source if foreign is None else foreign)
+        draft = files.enter_context(open_draft_model(config, spec, tokenizer.table, _read_table))
+        device = _open_device(config, spec, source if foreign is None else foreign, draft)
     embedding = None
     if "pooling" in device.abilities:
         embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last")
@@ -124,6 +126,7 @@ def _open(config: EngineConfig) -> Opened:
         _info(device, name, spec.architecture, embedding),
         generation_defaults=recommended,
         model_impl="native" if foreign is None else "transformers",
+        draft_model="" if draft is None else draft.name,
         experts=0 if routing is None else routing.experts,
         experts_per_token=0 if routing is None else routing.top_k,
     )
@@ -138,6 +141,12 @@ def _open(config: EngineConfig) -> Opened:
         adapters=device.adapters,
         generates=spec.has_head,
     )
+
+
+def _read_table(source: GgufFile | Path) -> TokenTable:
+    """Return the tokens of a model."""
+    made = Tokenizer.from_gguf(source.metadata) if isinstance(source, GgufFile) else Tokenizer.from_folder(source)
+    return made.table
 
 
 def _fallback(config: EngineConfig, described: Mapping[str, object], path: Path) -> FallbackModel | None:
@@ -244,9 +253,13 @@ def build_kernels(config: EngineConfig) -> BuiltKernels:
     return build_kernels(config, from_hf(described), path, gpu)
 
 
-def _open_device(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel) -> Device:
+def _open_device(
+    config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel, draft: DraftSource | None
+) -> Device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return open_cpu(config, spec, source)
+        return open_cpu(config, spec, source, draft)
+    if draft is not None:
+        _check_speculation(config, "a GPU drafts by no second model yet, only a CPU does")
     gpu = find_gpu(config.device)  # first, since the extra below takes several GB and is of no use without a GPU
     from headrace.engine.model.cuda.opening import open_cuda  # needs packages for machines with a GPU
 

@@ -55,7 +55,7 @@ class LoggedProgress:
             logger.info("%s", self._describe(done, total))
 
 
-def weights_read(done: int, total: int) -> str:
-    """Return "loading weights: 40 % of 15.2 GB" for numbers of bytes."""
+def weights_read(done: int, total: int, what: str = "weights") -> str:
+    """Return "loading weights: 40 % of 15.2 GB" for numbers of bytes, with the name of what is read."""
     size = f"{total / 1e9:.1f} GB" if total >= 1e9 else f"{total / 1e6:.0f} MB"
-    return f"loading weights: {100 * done // max(total, 1)} % of {size}"
+    return f"loading {what}: {100 * done // max(total, 1)} % of {size}"

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.model.cpu.draft_model import CpuDraftModel
 from headrace.engine.model.cpu.heads import CpuDraftHead, DraftAsk
 from headrace.engine.model.drafting.ngram import Drafter
 from headrace.engine.model.shared.runs import Verified
@@ -29,10 +30,10 @@ ids, or codes in place of ids, and reports by index."""
 class CpuDrafts:
     """Rows that speculate, and their drafts."""
 
-    def __init__(self, capacity: Capacity, drafter: Drafter | CpuDraftHead) -> None:
+    def __init__(self, capacity: Capacity, drafter: Drafter | CpuDraftHead | CpuDraftModel) -> None:
         """Start without rows; `drafter` guesses for those to come."""
         self.drafter = drafter
-        """Guesses by a row's tokens, or from what the model has computed of them."""
+        """Guesses by a row's tokens, from what the model has computed of them, or by another model."""
         self._lengths = [0] * capacity.max_rows
         """Number of tokens of each row that speculates, with those that it has just chosen; 0 for other rows."""
 
@@ -62,20 +63,43 @@ class CpuDrafts:
         drafted = [0] * len(works)
         rows = [(index, row) for index, row in enumerate(plan.rows) if self._lengths[row]]
         most = [plan.drafts[index] if plan.drafts and goes_on(row) else 0 for index, row in rows]
+        for index, row in rows:
+            works[index] = works[index]._replace(start=self._lengths[row] - 1)
         asked = [
             DraftAsk(works[index], self._lengths[row], each) for (index, row), each in zip(rows, most, strict=True)
         ]
-        for (index, row), each, guessed in zip(rows, most, self._guess(asked, tokens_RN), strict=True):
+        if isinstance(self.drafter, CpuDraftModel):
+            asked += self._begin(self.drafter, works, asked, len(plan.decodes))
+        guesses = self._guess(asked, tokens_RN)[: len(rows)]
+        for (index, row), each, guessed in zip(rows, most, guesses, strict=True):
             drafts = allowed(row, guessed, each)
+            if isinstance(self.drafter, CpuDraftModel):
+                self.drafter.replace(works[index], guessed, drafts)
             length = self._lengths[row]
             tokens_RN[row, length : length + len(drafts)] = drafts
-            works[index] = works[index]._replace(start=length - 1, num_tokens=1 + len(drafts))
+            works[index] = works[index]._replace(num_tokens=1 + len(drafts))
             drafted[index] = len(drafts)
         return works, drafted
 
+    def _begin(
+        self, model: CpuDraftModel, works: Sequence[Work], asked: Sequence[DraftAsk], decodes: int
+    ) -> list[DraftAsk]:
+        """Tell a draft model what the target is about to compute; return what it should read beside the decodes.
+
+        Args:
+            model: The draft model.
+            works: The works of the step where they truly are, without drafts; the first `decodes` of them are decodes.
+            asked: What is asked for the decodes of rows that speculate.
+            decodes: Number of decodes.
+        """
+        written = {ask.work.row: ask.work._replace(num_tokens=1 + ask.most) for ask in asked}
+        model.begin([written.get(work.row, work) for work in works])
+        prompts = (work for work in works[decodes:] if self._lengths[work.row])
+        return [DraftAsk(work, work.start + work.num_tokens, 0) for work in prompts]
+
     def _guess(self, asked: Sequence[DraftAsk], tokens_RN: NDArray[np.int64]) -> list[list[int]]:
         """Return drafts for each of some rows, in order."""
-        if isinstance(self.drafter, CpuDraftHead):
+        if isinstance(self.drafter, CpuDraftHead | CpuDraftModel):
             return self.drafter.drafts(asked)
         found = []
         for ask in asked:

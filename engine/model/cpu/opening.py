@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -11,29 +10,27 @@ import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable
-from headrace.engine.life.progress import LoggedProgress, weights_read
-from headrace.engine.model.checkpoint.reread import rereading
-from headrace.engine.model.checkpoint.weights import Source, open_inventory, open_weights
+from headrace.engine.model.checkpoint.weights import Source, open_inventory
 from headrace.engine.model.cpu.adapters import CpuBank
+from headrace.engine.model.cpu.draft_opening import CpuDraftSource
 from headrace.engine.model.cpu.head_opening import CpuHeadSource
 from headrace.engine.model.cpu.heads import LoadHead
+from headrace.engine.model.cpu.loading import foreign_loader, is_native, loader
 from headrace.engine.model.cpu.operations import cpu_ops
-from headrace.engine.model.cpu.runner import CpuDecoder, CpuRunner
+from headrace.engine.model.cpu.runner import CpuRunner
 from headrace.engine.model.cpu.sizing import CpuSizes, cpu_dtype, cpu_limits, cpu_sizes, runs_native
+from headrace.engine.model.drafting.draft_model import DraftSource
 from headrace.engine.model.drafting.heads.source import head_source
 from headrace.engine.model.drafting.ngram import NgramDrafter
-from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.adapter_device import adapter_device
 from headrace.engine.model.shared.device import Device, within_context
-from headrace.engine.model.shared.load_threads import load_threads
 from headrace.engine.model.shared.memory import return_freed_memory
 from headrace.engine.model.shared.torch_threads import default_threads
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.speculation import Ngram
 from headrace.ops.cpu.block import CpuOps
-from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context
 
 __all__ = ["open_cpu"]
@@ -41,8 +38,16 @@ __all__ = ["open_cpu"]
 _GRANULE_BYTES = 4096  # bounds what slots may hold; on a CPU they take no memory of their own
 
 
-def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel) -> Device:
+def open_cpu(
+    config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel, draft: DraftSource | None = None
+) -> Device:
     """Load the weights and make the runner.
+
+    Args:
+        config: Options of the engine.
+        spec: The shape of the model.
+        source: Its weights.
+        draft: The draft model that guesses tokens; None where none does.
 
     Raises:
         ModelRejected: The weights cannot be used.
@@ -65,7 +70,11 @@ def open_cpu(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignMo
         if head is not None:
             page_bytes, weights = sizes.page_bytes + head.page_bytes, (*sizes.weights, *head.parts())
             sizes = replace(sizes, page_bytes=page_bytes, weights=weights)
-        return _open(config, spec, source, ops, sizes, threads, None if head is None else head.load)
+        drafting = None
+        if draft is not None:
+            drafting = CpuDraftSource.of(draft, files, max_context=limits.context, threads=threads, context=context)
+            sizes = drafting.beside(sizes)
+        return _open(config, spec, source, ops, sizes, threads, None if head is None else head.load, drafting)
 
 
 def _open(
@@ -76,17 +85,20 @@ def _open(
     sizes: CpuSizes,
     threads: int,
     load_head: LoadHead | None,
+    drafting: CpuDraftSource | None,
 ) -> Device:
     dtype, capacity = sizes.dtype, sizes.capacity()
+    if drafting is not None:
+        capacity = drafting.within_windows(capacity)
     kv_bytes = capacity.num_pages * sizes.page_bytes
-    activations = torch.float32 if _is_native(ops) else dtype
+    activations = torch.float32 if is_native(ops) else dtype
     bank = CpuBank(config.adapter_slots, capacity.max_rows, activations) if config.adapter_slots else None
     adapters = None
     if bank is not None:
         adapters = adapter_device(config, spec, bank, dtype=torch.float32, granule_bytes=_GRANULE_BYTES)
     failure = ""
     try:
-        runner = _make_runner(config, spec, source, ops, capacity, dtype, bank, threads, load_head)
+        runner = _make_runner(config, spec, source, ops, capacity, dtype, bank, threads, load_head, drafting)
     except MemoryError as error:
         failure = str(error)
         traceback.clear_frames(error.__traceback__)  # the frames hold what was loaded so far
@@ -101,10 +113,6 @@ def _open(
     )
 
 
-def _is_native(ops: Mapping[MixerSpec, CpuOps]) -> bool:
-    return any(isinstance(each, NativeOps) for each in ops.values())
-
-
 def _make_runner(
     config: EngineConfig,
     spec: DecoderSpec,
@@ -115,62 +123,12 @@ def _make_runner(
     bank: CpuBank | None,
     threads: int,
     load_head: LoadHead | None,
+    drafting: CpuDraftSource | None,
 ) -> CpuRunner:
     if isinstance(source, ForeignModel):
-        load = _foreign_loader(source, ops, dtype)
+        load = foreign_loader(source, ops, dtype)
     else:
-        load = _loader(config, spec, source, ops, dtype, threads)
+        load = loader(config, spec, source, ops, dtype, threads)
     drafter = NgramDrafter(config.speculation.longest) if isinstance(config.speculation, Ngram) else None
-    return CpuRunner(load, ops, capacity, threads, bank, drafter, load_head)
-
-
-def _foreign_loader(model: ForeignModel, ops: dict[MixerSpec, CpuOps], dtype: torch.dtype) -> Callable[[], CpuDecoder]:
-    def load() -> CpuDecoder:
-        decoder: CpuDecoder = model.open(
-            ops,
-            lambda step: step.positions_N,
-            dtype=dtype,
-            device=torch.device("cpu"),
-            activations=torch.float32 if _is_native(ops) else None,
-        )
-        return_freed_memory()
-        return decoder
-
-    return load
-
-
-def _loader(
-    config: EngineConfig,
-    spec: DecoderSpec,
-    source: Source,
-    ops: dict[MixerSpec, CpuOps],
-    dtype: torch.dtype,
-    threads: int,
-) -> Callable[[], CpuDecoder]:
-    again = rereading(source)  # what is open now is closed by then
-    sources = iter([source])
-
-    def load() -> CpuDecoder:
-        packed = config.dtype == "auto"
-        read_from = next(sources, None) or again()
-        progress = LoggedProgress(weights_read)
-        with (
-            load_threads(threads) as each,
-            open_weights(
-                read_from,
-                spec,
-                dtype=dtype,
-                keep_packed=packed,
-                keep_embedding=_is_native(ops),
-                seed=config.seed,
-                progress=progress,
-                quantize=config.quantize,
-                quantize_head=config.quantize_head,
-            ) as weights,
-        ):
-            decoder: CpuDecoder = Decoder(spec, weights, ops, each)
-        del weights  # packed by now; loading passed through more than it keeps
-        return_freed_memory()
-        return decoder
-
-    return load
+    load_draft = None if drafting is None else drafting.load
+    return CpuRunner(load, ops, capacity, threads, bank, drafter, load_head, load_draft)

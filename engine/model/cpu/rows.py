@@ -154,6 +154,10 @@ class CpuRows:
         """The tokens of all rows, int64 [rows, positions]."""
         return self._tokens
 
+    def pages(self, row: int, length: int) -> NDArray[np.int64]:
+        """Return the pages of the first `length` tokens of a row, int64; those before its window may be others."""
+        return self._tables[row, : self._pages(length)]
+
     def goes_on(self, row: int) -> bool:
         """Return whether `row` has not just chosen one of its stop ids, and no mask of its grammar was late."""
         return not self._stopped[row] and row not in self.options.late

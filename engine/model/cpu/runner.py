@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.engine.model.cpu.adapters import CpuBank
+from headrace.engine.model.cpu.draft_model import CpuDraftModel
 from headrace.engine.model.cpu.drafts import CpuDrafts, verify
 from headrace.engine.model.cpu.heads import LoadHead, last_places
 from headrace.engine.model.cpu.operations import kv_layout
@@ -58,6 +59,7 @@ class CpuRunner:
         bank: CpuBank | None = None,
         drafter: Drafter | None = None,
         load_head: LoadHead | None = None,
+        load_draft: Callable[[CpuRows, Capacity], CpuDraftModel] | None = None,
     ) -> None:
         """Load the model, allocate the paged cache and start the thread.
 
@@ -69,6 +71,8 @@ class CpuRunner:
             bank: The adapters that rows may use; None without adapters.
             drafter: Guesses tokens for rows that speculate, by their tokens alone; None where none does.
             load_head: Reads the draft head that guesses tokens for rows that speculate; None where none does.
+            load_draft: Reads the draft model that guesses them, for the rows of a table and the
+                capacity; None where none does.
         """
         decoder = load()
         self._load: Callable[[], CpuDecoder] | None = load
@@ -79,12 +83,14 @@ class CpuRunner:
         self._rows = CpuRows(capacity, bank)
         self._load_head = load_head
         self._head = None if load_head is None else load_head(decoder, self._rows, capacity.num_pages)
-        guesses = drafter if self._head is None else self._head
+        self._draft = None if load_draft is None else load_draft(self._rows, capacity)
+        guesses = self._draft or self._head or drafter
         self._drafts = None if guesses is None else CpuDrafts(capacity, guesses)
         self._hosts: tuple[HostPool, ...] = ()
         self._head_host: HostPool | None = None  # of a head whose weights are released
         head_kv = None if self._head is None else self._head.kv
         self._page_bytes = self._kv.page_bytes + (0 if head_kv is None else head_kv.page_bytes)
+        self._page_bytes += 0 if self._draft is None else self._draft.page_bytes
         self._thread = PlanThread(self._carry_out, name="headrace-cpu", threads=threads)
 
     def launch(self, plan: StepPlan) -> PlanStep:
@@ -99,16 +105,22 @@ class CpuRunner:
     def resize(self, num_pages: int) -> None:
         """Make room for `num_pages` pages; until that is done, the present ones hold their memory, too."""
         self._kv = self._kv.resized(num_pages)
+        self._resize_drafter(num_pages)
+        return_freed_memory()
+
+    def _resize_drafter(self, num_pages: int) -> None:
         if self._head is not None:
             self._head.resize(num_pages)
-        return_freed_memory()
+        if self._draft is not None:
+            self._draft.resize(num_pages)
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Release the memory of the pages, and that of the weights unless `keep_weights`."""
         self._kv = self._kv.resized(1)
-        if self._head is not None:
-            self._head.resize(1)
+        self._resize_drafter(1)
         if not keep_weights:
+            if self._draft is not None:
+                self._draft.release_weights()
             self._head_host = None if self._head is None else self._head.host
             self._decoder = self._head = None
         return_freed_memory()
@@ -118,9 +130,10 @@ class CpuRunner:
         if self._decoder is None:
             assert self._load is not None
             self._decoder = self._load()
-        if self._head is not None:
-            self._head.resize(num_pages)
-        elif self._load_head is not None and self._drafts is not None:
+        if self._draft is not None:
+            self._draft.restore_weights()
+        self._resize_drafter(num_pages)
+        if self._head is None and self._load_head is not None and self._drafts is not None:
             self._head = self._drafts.drafter = self._load_head(self._decoder, self._rows, num_pages)
             self._head.host = self._head_host
         self._kv = self._kv.resized(num_pages)
@@ -133,6 +146,8 @@ class CpuRunner:
         self._hosts = tuple(hosts)
         if self._head is not None:
             self._head.open_host_pool(places, promised=sum(each.nbytes for each in hosts))
+        if self._draft is not None:
+            self._draft.open_host_pool(places, promised=sum(each.nbytes for each in hosts))
         each = zip(hosts, pools, strict=True)
         return sum(host.measure(pool, self._kv.num_pages, lambda: None) for host, pool in each)
 
@@ -140,9 +155,11 @@ class CpuRunner:
         """Join the thread and drop the model and the cache."""
         self._thread.close()
         self._rows.options.close()
+        if self._draft is not None:
+            self._draft.close()
         for ops in self._ops.values():
             ops.close()
-        self._decoder = self._load = self._head = self._drafts = self._load_head = None
+        self._decoder = self._load = self._head = self._draft = self._drafts = self._load_head = None
         self._hosts = ()
         del self._kv, self._ops, self._any
         return_freed_memory()
@@ -221,6 +238,9 @@ class CpuRunner:
         if self._head is not None:
             self._head.spill(plan)
             self._head.update(plan)
+        if self._draft is not None:
+            self._draft.spill(plan)
+            self._draft.update(plan)
         accepted = self._rows.update(plan)
         if self._drafts is not None:
             self._drafts.update(plan, accepted)

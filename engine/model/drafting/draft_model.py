@@ -1,0 +1,160 @@
+"""`DraftSource`: the draft model that an engine's options name, checked against its target; reads no weights.
+
+A draft model guesses for a target of the same tokenizer. Everything that makes it unfit is an error here, before any
+memory is taken for weights. Next to read: ../cpu/draft_model.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, NoReturn, TypeAlias
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import InvalidParams, ModelRejected
+from headrace.engine.life.model_files import find_model
+from headrace.engine.model.checkpoint.gguf import GgufFile
+from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.speculation import DraftModel
+from headrace.engine.tokens.token_table import TokenTable
+
+__all__ = ["DraftFiles", "DraftSource", "check_vocabularies", "open_draft_model", "refused_as_draft"]
+
+logger = logging.getLogger("headrace.engine")
+
+DraftFiles: TypeAlias = GgufFile | Path | Literal["random"]
+"""An open GGUF file, a model's folder, or `"random"`."""
+_PATH: Final = "speculation.path"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A draft model that fits its target."""
+
+    name: str
+    config: EngineConfig
+    """Options of the engine, with those of the draft model in place of the target's."""
+    spec: DecoderSpec
+    source: DraftFiles
+    tokens: int
+    """Number of tokens that it may guess: ids below it are tokens of both models."""
+
+
+@contextmanager
+def open_draft_model(
+    config: EngineConfig,
+    target: DecoderSpec,
+    table: TokenTable,
+    read_table: Callable[[GgufFile | Path], TokenTable],
+) -> Iterator[DraftSource | None]:
+    """Yield the draft model that `config` names; None if it names none.
+
+    Args:
+        config: Options of the engine.
+        target: The model that is to be drafted for.
+        table: Its tokens; not looked at where weights are random.
+        read_table: Returns the tokens of a model.
+
+    Raises:
+        ModelRejected: The draft model's files cannot be used, it is no causal language model with native code, or its
+            tokenizer is another one.
+        InvalidParams: The target generates nothing.
+    """
+    asked = config.speculation
+    if not isinstance(asked, DraftModel):
+        yield None
+        return
+    if not target.has_head:
+        raise InvalidParams(
+            f"speculation: a model without an output head generates nothing, got {asked}; leave it out",
+            field="speculation",
+            value=asked,
+        )
+    with ExitStack() as files:
+        with refused_as_draft(str(asked.path)):
+            found = _opened(config, asked, files)
+            if found.source == "random":
+                _check_sizes(found, target)
+            else:
+                assert not isinstance(found.source, str)
+                check_vocabularies(found.name, read_table(found.source), table)
+        if found.spec.max_context < min(target.max_context, config.max_context or target.max_context):
+            logger.info("%s drafts behind %d tokens at most, its own context", found.name, found.spec.max_context)
+        yield DraftSource(
+            found.name, found.config, found.spec, found.source, min(found.spec.vocab_size, target.vocab_size)
+        )
+
+
+@contextmanager
+def refused_as_draft(path: str) -> Iterator[None]:
+    """Say of each `ModelRejected` in the block that it is about the draft model at `path`."""
+    try:
+        yield
+    except ModelRejected as error:
+        if error.field == _PATH:
+            raise
+        told = f"{_PATH}: the draft model {path} cannot be used: {error}"
+        raise ModelRejected(told, field=_PATH, value=path, limit=error.limit) from error
+
+
+def _opened(config: EngineConfig, asked: DraftModel, files: ExitStack) -> DraftSource:
+    """Return a draft model whose description has been read, and which may guess all of its own tokens."""
+    own = config.model_copy(
+        update={
+            "model": str(Path(asked.path).expanduser()),
+            "file": asked.file,
+            "model_impl": "native",
+            "quantize": asked.quantize,
+            "quantize_head": False,
+            "max_context": None,
+            "speculation": None,
+        }
+    )
+    path, name = find_model(own)
+    source: DraftFiles
+    if path.suffix == ".gguf":
+        source = gguf = files.enter_context(GgufFile(path))
+        spec = gguf.spec()
+    else:
+        source = "random" if config.load_format == "random" else path
+        spec = from_hf(read_hf_config(path))
+    if not spec.has_head:
+        _refuse(name, "has no output head, so it is no causal language model", "a causal language model")
+    return DraftSource(name, own, spec, source, spec.vocab_size)
+
+
+def check_vocabularies(name: str, table: TokenTable, target: TokenTable) -> None:
+    """Refuse a draft model whose ids stand for other tokens than the target's.
+
+    One of the two may have more tokens than the other, and special tokens may have other names, as models do that were
+    trained further: drafts are verified, so such a token costs a draft at most.
+
+    Args:
+        name: Name of the draft model.
+        table: Its tokens.
+        target: Tokens of the model that it is to draft for.
+
+    Raises:
+        ModelRejected: An id stands for two tokens.
+    """
+    special = table.special_ids | target.special_ids
+    for index, (own, wanted) in enumerate(zip(table.pieces, target.pieces, strict=False)):
+        if own != wanted and own and wanted and index not in special:
+            told, meant = (each.decode(errors="replace") for each in (own, wanted))
+            what = f"reads the id {index} as {told!r}, the model as {meant!r}: it has another tokenizer"
+            _refuse(name, what, "a model with the same tokenizer")
+
+
+def _check_sizes(found: DraftSource, target: DecoderSpec) -> None:
+    """Refuse a draft model with random weights whose vocabulary has another size; there are no tokens to compare."""
+    own, wanted = found.spec.vocab_size, target.vocab_size
+    if own != wanted:
+        _refuse(found.name, f"has a vocabulary of {own} tokens, the model one of {wanted}", f"{wanted} tokens")
+
+
+def _refuse(name: str, what: str, limit: str) -> NoReturn:
+    raise ModelRejected(f"{_PATH}: {name} {what}", field=_PATH, value=name, limit=limit)
