@@ -90,6 +90,8 @@ class Gpu:
         self._lock = threading.RLock()
         self._issued = self._done = 0
         self._pending: deque[tuple[int, Callable[[], None]]] = deque()
+        self._reads: list[tuple[int, int, int]] = []
+        """Of copies in the line, what they read of pinned memory."""
 
     def fault(self, what: str) -> None:
         """Note a fault, which `emulated` raises at its end."""
@@ -127,11 +129,20 @@ class Gpu:
             self.fault(f"{name}: {error}")
             self.lose("an illegal memory access was encountered")
 
-    def later(self, action: Callable[[], None]) -> None:
-        """Put a copy into the line."""
+    def later(self, action: Callable[[], None], reads: Tensor | None = None) -> None:
+        """Put a copy into the line, which reads pinned memory if that is given."""
         with self._lock:
             self._issued += 1
             self._pending.append((self._issued, action))
+            if reads is not None:
+                self._reads.append((self._issued, reads.data_ptr(), reads.data_ptr() + reads.nbytes))
+
+    def read_before(self, target: Tensor) -> None:
+        """Let the copies happen that read what a later copy of the device writes: the line keeps their order."""
+        start, end = target.data_ptr(), target.data_ptr() + target.nbytes
+        with self._lock, torch.inference_mode():
+            last = max((mark for mark, first, behind in self._reads if first < end and start < behind), default=0)
+            self._happen(last)
 
     def mark(self) -> int:
         """The end of the line as it is now."""
@@ -143,8 +154,12 @@ class Gpu:
         if getattr(HERE, "recorder", None) is not None:
             self.fault("a wait while a graph is captured")
         with self._lock, torch.inference_mode():
-            while self._pending and self._pending[0][0] <= mark:
-                self._pending.popleft()[1]()
+            self._happen(mark)
+
+    def _happen(self, mark: int) -> None:
+        while self._pending and self._pending[0][0] <= mark:
+            self._pending.popleft()[1]()
+        self._reads = [each for each in self._reads if each[0] > mark]
 
 
 # -- pinned memory --------------------------------------------------------------------------------------------------
@@ -171,20 +186,21 @@ class Pinned(Tensor):
     def _copy(cls, target: Tensor, source: Tensor, *, non_blocking: bool) -> Tensor:
         gpu, there, kept = cls.gpu, plain(target), plain(source).clone()
         gpu.check()
-        if isinstance(source, Pinned):
+        origin = plain(source) if isinstance(source, Pinned) else None
+        if origin is not None:
             there.copy_(kept)
-            origin = plain(source)
 
             def arrive() -> None:
                 if not torch.equal(origin.view(torch.uint8), kept.view(torch.uint8)):  # NaN is no number's equal
                     gpu.fault("pinned memory was written before the device had read it")
         else:
+            gpu.read_before(there)
             there.fill_(NONSENSE if there.dtype.is_signed else 0xA5)
 
             def arrive() -> None:
                 there.copy_(kept)
 
-        gpu.later(arrive)
+        gpu.later(arrive, reads=origin)
         if not non_blocking:
             gpu.wait(gpu.mark())
         return target
