@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -145,9 +146,8 @@ class DecodeGraphs:
             drafts: The drafts of rows that speculate; None where none does.
             kernels: The kernels of attention to choose among.
         """
-        self._drafts = drafts
         self._decoder, self._ops, self._rows, self._kv, self._ids = decoder, ops, rows, kv, ids
-        self._sampler, self._bank = sampler, bank
+        self._sampler, self._bank, self._drafts = sampler, bank, drafts
         self._buckets, self._choice = buckets(max_rows), attention
         self._bucket_of = [next(size for size in self._buckets if size >= rows) for rows in range(max_rows + 1)]
         """Bucket for each number of rows."""
@@ -157,13 +157,13 @@ class DecodeGraphs:
         shapes = [each.shape for each in ops.values()]
         self._ways, self._kernels = ways(kernels, shapes, any_ops.arch, attention)
         self._line_ways = self._ways._replace(ways=tuple(each for each in self._ways.ways if not each[0].stores))
-        """Ways to attend for lines, several of which may be of one row."""
         self._depths = [] if drafts is None else depths(drafts.most)
         self._together = ways_together(self._ways, shapes, any_ops.arch, self._depths)
-        self._room = DecodeRoom(any_ops.arch, self._device, most_rows=self._buckets[-1], pdl=self._pdl)
         lines = max_rows if drafts is None else drafts.lines
-        # A line sees the keys that other lines of its row store in the same step, so attention reads none too early.
-        self._line_room = DecodeRoom(any_ops.arch, self._device, most_rows=lines, pdl=False)
+        room = partial(DecodeRoom, any_ops.arch, self._device)
+        self._room = room(most_rows=self._buckets[-1], pdl=self._pdl)
+        # A line sees the keys that other lines of its row store in the same step; as a row, it must not read too early.
+        self._line_rooms = room(most_rows=lines, pdl=False), room(most_rows=lines, pdl=self._pdl)
         self._all_inputs = self._allocate(lines)
         self._inputs: dict[int, DecodeInputs] = {}
         """Inputs of steps by their number of lines, all views of the largest ones."""
@@ -173,7 +173,6 @@ class DecodeGraphs:
         self._pool: Any = None
         self._plans: dict[_Place, Planned] = {}
         self._steps: dict[_Place, dict[MixerSpec, DecodeStep | WholeStep]] = {}
-        """Places and attention of the steps of each (bucket, way, depth)."""
         self._between: dict[tuple[int, str, AdapterUse], tuple[Tensor, HiddenStates | None]] = {}
         """Logits, and states, that one graph leaves to another, which chooses, by (bucket, way, adapters)."""
         self._last_planned: _Place | None = None
@@ -234,7 +233,8 @@ class DecodeGraphs:
         self._steps.clear()
         self._plans.clear()
         self._room.close()
-        self._line_room.close()
+        for room in self._line_rooms:
+            room.close()
         self._between.clear()
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ class DecodeGraphs:
                 every.pages_BP[:lines], every.tails_B[:lines],
             )  # fmt: skip
         kernel, inputs = self._kernels[key.way], self._inputs[lines]
-        room = self._line_room if key.depth and not key.together else self._room
+        room = self._line_rooms[key.together] if key.depth else self._room
         of_row = key.depth + 1 if key.together else 1
         steps = {mixer: kernel.open(ops.shape, inputs, room, of_row) for mixer, ops in self._ops.items()}
         planned = [step.planned for step in steps.values() if isinstance(step, DecodeStep) and step.planned is not None]
