@@ -247,12 +247,12 @@ def test_sampled_tokens_are_those_of_the_cpu(
     zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, launch_ahead: int
 ) -> None:
     """With filters or without, through little pinned memory, while the way of attention changes with the context."""
-    rows = importlib.import_module("headrace.engine.model.cuda.rows")
+    rows, exchange = (importlib.import_module(f"headrace.engine.model.cuda.{name}") for name in ("rows", "exchange"))
     monkeypatch.setattr(rows, "MOST_PAIRS", 8)
-    monkeypatch.setattr(rows, "_MOST_SENT", 20)
-    for name in ("engine.model.cuda.rows", "engine.model.cuda.prefills", "ops.cuda.attention.paged"):
+    monkeypatch.setattr(exchange, "_MOST_SENT", 20)
+    for name in ("engine.model.cuda.exchange", "engine.model.cuda.prefills", "ops.cuda.attention.paged"):
         monkeypatch.setattr(importlib.import_module(f"headrace.{name}"), "_RING", 1)
-    monkeypatch.setattr(importlib.import_module("headrace.engine.model.cuda.exchange"), "_TURNS", launch_ahead)
+    monkeypatch.setattr(exchange, "_TURNS", launch_ahead)
     tune(monkeypatch, decode=fused_up_to(4096 // 20))
     generator = random.Random(launch_ahead)
     asked = [(draw(generator.randrange(1, 90), generator.random()), random_sampling(generator)) for _ in range(40)]
