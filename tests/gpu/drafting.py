@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -111,8 +112,9 @@ async def ask_all(engine: Engine, asked: Sequence[dict[str, Any]], count: int) -
     found: dict[int, Completion] = {}
 
     async def one(index: int) -> None:
-        params = SamplingParams(**({"temperature": 0.0, "max_tokens": count} | asked[index]))
-        found[index] = await engine.generate(PROMPTS[index % len(PROMPTS)], params)
+        options = {"temperature": 0.0, "max_tokens": count} | asked[index]
+        adapter = options.pop("adapter", None)
+        found[index] = await engine.generate(PROMPTS[index % len(PROMPTS)], SamplingParams(**options), adapter=adapter)
 
     with anyio.fail_after(120):
         async with anyio.create_task_group() as tasks:
@@ -129,12 +131,15 @@ def run(
     count: int = 40,
     rounds: int = 1,
     check: Callable[[Any], None] = lambda stats: None,
+    adapters: Mapping[str, Path] = MappingProxyType({}),
     **options: Any,
 ) -> list[list[Completion]]:
     """The answers of an engine to the same requests, once for each round; prefixes are cached from the second on."""
 
     async def answers() -> list[list[Completion]]:
         async with open_engine(folder, device, **({"max_context": 256, "max_batched_tokens": 256} | options)) as engine:
+            for name, worn in adapters.items():
+                await engine.adapters.load(name, worn)
             found = [await ask_all(engine, asked, count) for _ in range(rounds)]
             await at_rest(engine)
             check(engine.stats())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from emulated_cuda import Gpu, emulated
 from gpu.checkpoints import kv_bytes
 from gpu.conftest import Zoo
 from gpu.drafting import ASKED, PROMPTS, SPECULATING, draft_by_answers, random_depths, run, same_answers, told
+from gpu.test_adapters import BASE
+from gpu.wearing import make
 
 from headrace.engine import InvalidParams, ResponseFormat
 
@@ -71,6 +74,29 @@ def test_requests_that_wait_for_the_host_share_steps(gpu: Gpu, zoo: Zoo, monkeyp
     draft_by_answers(monkeypatch, told(plain))
     random_depths(monkeypatch, 4)
     (found,) = run(folder, "cuda", [*ASKED, *waiting], count=20, **SPECULATING)
+    same_answers(found, plain, rounded=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("worn_by", [1, 2], ids=["all", "half"])
+def test_lines_wear_the_adapter_of_their_row(
+    worn_by: int, gpu: Gpu, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = zoo.folder(BASE)
+    sampled = [{"temperature": 0.8, "seed": number} for number in range(len(PROMPTS))]
+    asked = [each | {"adapter": None if each["seed"] % worn_by else "worn"} for each in sampled]
+    options: dict[str, Any] = {"adapter_slots": 1, "adapter_host_memory": "4MiB"}
+    options["adapters"] = {"worn": make(folder, tmp_path, "all").folder}
+    (plain,) = run(folder, "cuda", asked, count=20, **options)
+    (bare,) = run(folder, "cuda", sampled, count=20)
+    assert told(plain)[0] != told(bare)[0], "the adapter changes too little to mean anything"
+    draft_by_answers(monkeypatch, told(plain))
+    random_depths(monkeypatch, 4)
+
+    def check(stats: Any) -> None:
+        assert stats.accepted_tokens > 0.5 * stats.drafted_tokens > 25
+
+    (found,) = run(folder, "cuda", asked, count=20, check=check, **options, **SPECULATING)
     same_answers(found, plain, rounded=True)
 
 
