@@ -149,7 +149,7 @@ class CudaDrafts:
         Raises:
             torch.OutOfMemoryError: The variant is new, and there is no memory for what it needs.
         """
-        runs_BW = self._runs_of(bucket, depth)
+        runs_BW, logits_LV = self._runs_of(bucket, depth), logits_LV[: bucket * (depth + 1)]
         if variant.shaped or variant.places:
             self._choose_by_place(logits_LV, bucket, depth, inputs, variant, runs_BW, pdl=pdl)
         else:
@@ -181,7 +181,7 @@ class CudaDrafts:
         for ahead in range(depth + 2):
             accept(ahead, active_B, line_rows_L, inputs, ids_B, going_B, places_B, stopped_R, runs_BW)
             if ahead <= depth:
-                logits_BV = logits_LV[ahead : bucket * (depth + 1) : depth + 1]
+                logits_BV = logits_LV[ahead :: depth + 1]
                 self._sampler.choose(logits_BV, going_B, places_B, ids_B, variant, first=ahead * bucket, pdl=pdl)
 
     def _runs_of(self, bucket: int, depth: int) -> Tensor:
