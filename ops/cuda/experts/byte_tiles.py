@@ -1,9 +1,9 @@
 """`byte_tile_products`: products in tiles with experts' weights in codes of 8 bits on CUDA (Triton), by tensor cores.
 
-As tiles.py, but codes become bfloat16 on their way from shared memory to the tensor cores, by the GPU's own conversion,
-and scales are applied to sums: of a line at the end, of groups after each of them. Inputs come in the order in which
-codes lie (codes/layout.py): `in_byte_order` brings those of tokens into it, and gates and ups leave their results in it
-for downs. Letters as in tiles.py; G groups.
+As tiles.py, with inputs in the order in which codes lie, and in the numbers that byte_inputs.py makes of them. Where
+these are 8-bit floats, too, tensor cores multiply codes by codes. Otherwise codes become the inputs' 16-bit floats on
+their way from shared memory to the tensor cores, by the GPU's own conversion. Scales are applied to sums: of a line and
+of a token at the end, of groups after each of them. Letters as in tiles.py; G groups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.ops.cuda.codes.kinds import E4M3, INT8
-from headrace.ops.cuda.experts.memory import byte_of
 from headrace.ops.cuda.experts.tiles import ExpertTiling, source_and_target, store_results
 
 if TYPE_CHECKING:
@@ -25,14 +24,14 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.codes.kinds import Kind
     from headrace.ops.cuda.experts.arena import Arena
+    from headrace.ops.cuda.experts.byte_inputs import ByteInputs
     from headrace.ops.cuda.experts.choose import Choices, Lists
     from headrace.ops.routing import ExpertActivation
 
-__all__ = ["ByteMemory", "byte_tile_products", "byte_tiling", "in_byte_order", "memory_of", "takes_bytes"]
+__all__ = ["ByteMemory", "byte_tile_products", "byte_tiling", "memory_of", "takes_bytes"]
 
 _BLOCK: Final = 128
 """Inputs of a step; a group has as many, or a multiple."""
-_COPIED: Final = 1024
 _MOST_STAGES: Final = 5
 _RESERVED: Final = 8 << 10
 """Bytes of shared memory left for what a program needs besides its operands."""
@@ -75,36 +74,11 @@ def memory_of(weight: Arena) -> tuple[ByteMemory, int, int]:
 
 
 @triton.jit
-def _byte_order_kernel(x, out, size, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    value = tl.load(x + row * x_stride + at, mask=at < size, other=0.0)
-    tl.store(out + row * size + byte_of(at), value, mask=at < size)
-
-
-def in_byte_order(x_NE: Tensor, *, pdl: bool = False) -> Tensor:
-    """Return inputs in the order in which codes of 8 bits lie.
-
-    Args:
-        x_NE: Input, last dimension contiguous.
-        pdl: Whether to use programmatic dependent launch.
-    """
-    out_NE = torch.empty_like(x_NE, memory_format=torch.contiguous_format)
-    (rows, size), block = x_NE.shape, min(_COPIED, triton.next_power_of_2(x_NE.shape[1]))
-    _byte_order_kernel[(rows, triton.cdiv(size, block))](
-        x_NE, out_NE, size, x_NE.stride(0), BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
-    return out_NE
-
-
-@triton.jit
 def _byte_expert_tiles_kernel(
-    x, memory, bias, chosen, lists, out, size_out, size_in, x_stride, out_stride,
+    x, factors, memory, bias, chosen, lists, out, size_out, size_in, x_stride, out_stride,
     K: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    SHARE: tl.constexpr, UP: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    SHARE: tl.constexpr, UP: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, FACTORS: tl.constexpr,
+    CODES: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     HALVES: tl.constexpr = 2 if UP else 1  # a gate's line, then its up's
     OUT: tl.constexpr = LINES // HALVES
@@ -123,22 +97,27 @@ def _byte_expert_tiles_kernel(
     scale_at = memory.scales + expert * memory.scale_pitch + line // SHARE
     total = tl.zeros([LINES, ROWS], tl.float32)
     for start in range(0, size_in, BLOCK):
-        w = tl.load(w_at + start).to(tl.float32).to(x.dtype.element_ty)
+        w = tl.load(w_at + start)
+        if not CODES:
+            w = w.to(tl.float32).to(x.dtype.element_ty)
         part = tl.load(x_at + start, mask=real[None, :], other=0.0)
         if GROUP == 0:
-            total = tl.dot(w, part, total)
+            # Tensor cores keep fewer bits of sums of 8-bit floats than float32 has, so that it adds them up.
+            total = tl.dot(w, part, total, max_num_imprecise_acc=BLOCK if CODES else None)
         else:
             scale = tl.load(scale_at + start // GROUP * memory.group_pitch).to(tl.float32)
             total += tl.dot(w, part) * scale[:, None]
     if GROUP == 0:
         total *= tl.load(scale_at).to(tl.float32)[:, None]
+    if FACTORS:
+        total *= tl.load(factors + source, mask=real, other=0.0)[None, :]
     if BIAS:
         total += tl.load(bias + expert * (HALVES * size_out) + line)[:, None]
-    store_results(total, factor, target, real, out, out_stride, size_out, OUT, ROWS, UP, ACTIVATION, ORDERED=UP)
+    store_results(total, factor, target, real, out, out_stride, size_out, OUT, ROWS, UP, ACTIVATION, ORDERED)
 
 
 def byte_tile_products(
-    x: Tensor,
+    x: ByteInputs,
     weight: Arena,
     bias_XL: Tensor | None,
     chosen: Choices,
@@ -147,34 +126,47 @@ def byte_tile_products(
     how: ExpertTiling,
     *,
     activation: ExpertActivation | None = None,
+    ordered: bool = False,
     pdl: bool = False,
 ) -> None:
     """Multiply by the weights of the chosen experts, as `tile_products` of tiles.py does.
 
     Args:
-        x: Input, bf16, last dimension contiguous, in the order of the codes.
+        x: Input.
         weight: Weights of all experts in codes that `takes_bytes` allows; each has O gates, then O ups, or O downs.
         bias_XL: Biases of the lines of each expert's weight, float32, contiguous, or None.
         chosen: Choices.
         lists: Lists of the choices.
-        out_PO: Output, contiguous; of gates and ups in the order of the codes.
+        out_PO: Output, contiguous.
         how: Division of the work.
         activation: Activation of gates, or None.
+        ordered: Whether outputs go to the places that the next weight's codes have.
         pdl: Whether to use programmatic dependent launch.
     """
     size_out, size_in, is_up = out_PO.shape[1], weight.shape[1], activation is not None
     memory, group, share = memory_of(weight)
+    values, factors = x
+    is_coded = values.dtype == torch.float8_e4m3fn
+    if is_coded and memory.codes.dtype != values.dtype:
+        raise ValueError("8-bit floats are multiplied by 8-bit floats alone")
     _byte_expert_tiles_kernel[(len(lists.tiles_T3), triton.cdiv(size_out, how.lines // (2 if is_up else 1)))](
-        x, memory, x if bias_XL is None else bias_XL, chosen, lists, out_PO, size_out, size_in, x.stride(0),
-        out_PO.stride(0),
+        values, values if factors is None else factors, memory, values if bias_XL is None else bias_XL, chosen, lists,
+        out_PO, size_out, size_in, values.stride(0), out_PO.stride(0),
         K=chosen.ids_NK.shape[1], ROWS=lists.rows, LINES=how.lines, BLOCK=how.block, GROUP=group, SHARE=share, UP=is_up,
-        ACTIVATION=activation, BIAS=bias_XL is not None, PDL=pdl,
-        num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
+        ACTIVATION=activation, BIAS=bias_XL is not None, FACTORS=factors is not None, CODES=is_coded, ORDERED=ordered,
+        PDL=pdl, num_warps=how.warps, num_stages=how.stages, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def byte_tiling(rows: int, arch: Arch) -> ExpertTiling:
-    """Return the division of a product with tiles of `rows` rows; not measured."""
-    lines, warps = (64, 4) if rows <= 64 else (128, 8)
-    stages = (arch.shared_bytes - _RESERVED) // (_BLOCK * (lines + 2 * rows))
+def byte_tiling(rows: int, arch: Arch, *, coded: bool) -> ExpertTiling:
+    """Return the division of a product with tiles of `rows` rows, with inputs in codes or not; not measured.
+
+    With two warps Triton multiplies by mma.sync instead of wgmma, which converted codes reach by way of registers: it
+    takes some 65 clocks for 16 inputs of 64 lines, longer than memory takes for them.
+    """
+    if coded:
+        lines, warps = (128, 4) if rows <= 64 else (128, 8)
+    else:
+        lines, warps = (64, 2) if rows <= 32 else (64, 4) if rows <= 64 else (128, 8)
+    stages = (arch.shared_bytes - _RESERVED) // (_BLOCK * (lines + (1 if coded else 2) * rows))
     return ExpertTiling(lines, _BLOCK, warps, min(_MOST_STAGES, stages))

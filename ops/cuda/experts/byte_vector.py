@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.ops.cuda.experts.activation import activated, halves
 from headrace.ops.cuda.experts.byte_tiles import memory_of
+from headrace.ops.cuda.experts.vector import ExpertVectorTiling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["byte_vector_down", "byte_vector_up"]
 
-_MOST_INPUTS: Final = 2048
-"""Inputs that are read at once."""
-_LINES, _WARPS = 4, 4
-"""Lines of a program; not measured."""
+_TILING: Final = ExpertVectorTiling(4, 2048, 4)
+"""Lines of a program, gates and ups included, the most inputs that it reads at once, and its warps; not measured."""
 
 
 @triton.jit
@@ -130,6 +129,7 @@ def byte_vector_up(
     activation: ExpertActivation,
     *,
     pdl: bool = False,
+    how: ExpertVectorTiling = _TILING,
 ) -> None:
     """Compute activation(gate) * up of each pair, as `vector_up` of vector.py does.
 
@@ -141,19 +141,27 @@ def byte_vector_up(
         out_PF: Output by pair, contiguous.
         activation: Activation of gates.
         pdl: Whether to use programmatic dependent launch.
+        how: Division of the work.
     """
     (pairs, size_out), size_in = out_PF.shape, x_NE.shape[1]
     memory, group, share = memory_of(weight)
-    block, outputs = min(_MOST_INPUTS, triton.next_power_of_2(size_in)), _LINES // 2
+    block, outputs = min(how.block, triton.next_power_of_2(size_in)), how.outputs // 2
     _byte_expert_up_kernel[(pairs, triton.cdiv(size_out, outputs))](
         x_NE, memory, x_NE if bias_XL is None else bias_XL, chosen.ids_NK, out_PF, size_out, size_in, x_NE.stride(0),
         K=chosen.ids_NK.shape[1], BLOCK_OUT=outputs, BLOCK=block, STEPS=triton.cdiv(size_in, block), GROUP=group,
-        SHARE=share, ACTIVATION=activation, BIAS=bias_XL is not None, PDL=pdl, num_warps=_WARPS, launch_pdl=pdl,
+        SHARE=share, ACTIVATION=activation, BIAS=bias_XL is not None, PDL=pdl, num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def byte_vector_down(
-    x_PF: Tensor, weight: Arena, bias_XL: Tensor | None, chosen: Choices, out_NE: Tensor, *, pdl: bool = False
+    x_PF: Tensor,
+    weight: Arena,
+    bias_XL: Tensor | None,
+    chosen: Choices,
+    out_NE: Tensor,
+    *,
+    pdl: bool = False,
+    how: ExpertVectorTiling = _TILING,
 ) -> None:
     """Compute the weighted sum of the results of each token's experts, as `vector_down` of vector.py does.
 
@@ -164,12 +172,13 @@ def byte_vector_down(
         chosen: Choices.
         out_NE: Output, contiguous.
         pdl: Whether to use programmatic dependent launch.
+        how: Division of the work.
     """
     (rows, size_out), size_in = out_NE.shape, x_PF.shape[1]
     memory, group, share = memory_of(weight)
-    block = min(_MOST_INPUTS, triton.next_power_of_2(size_in))
-    _byte_expert_down_kernel[(rows, triton.cdiv(size_out, _LINES))](
+    block = min(how.block, triton.next_power_of_2(size_in))
+    _byte_expert_down_kernel[(rows, triton.cdiv(size_out, how.outputs))](
         x_PF, memory, x_PF if bias_XL is None else bias_XL, chosen, out_NE, size_out, size_in,
-        K=chosen.ids_NK.shape[1], BLOCK_OUT=_LINES, BLOCK=block, STEPS=triton.cdiv(size_in, block), GROUP=group,
-        SHARE=share, BIAS=bias_XL is not None, PDL=pdl, num_warps=_WARPS, launch_pdl=pdl,
+        K=chosen.ids_NK.shape[1], BLOCK_OUT=how.outputs, BLOCK=block, STEPS=triton.cdiv(size_in, block), GROUP=group,
+        SHARE=share, BIAS=bias_XL is not None, PDL=pdl, num_warps=how.warps, launch_pdl=pdl,
     )  # fmt: skip

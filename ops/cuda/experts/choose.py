@@ -29,6 +29,8 @@ __all__ = ["Choices", "Lists", "allocate_choices", "allocate_lists", "choose", "
 _LISTED: Final = 512
 _CHUNKS: Final = (4, 16, 64)
 """Tokens of a program: without lists, with lists, and with more than `_LISTED` tokens in them."""
+_WARPS: Final = {4: 4, 16: 4, 64: 8}
+"""Warps of a program, by its tokens."""
 _BLOCK: Final = 32
 """Chunks whose counts are read at once."""
 _LOWEST: Final = tl.constexpr(-3.0e38)
@@ -328,10 +330,10 @@ def choose(
         PADDED=triton.next_power_of_2(routing.groups), TOP_GROUPS=routing.top_groups,
         TWO=routing.group_score == "top2", PADDED_ROWS=padding is not None, LISTS=lists is not None,
         BLOCK=_BLOCK, DIVISIONS=divisions, SINGLE=chunks == 1, PDL=pdl,
-        num_warps=4 if size < _CHUNKS[-1] else 8, launch_pdl=pdl,
+        num_warps=_WARPS[size], launch_pdl=pdl,
     )  # fmt: skip
     if lists is not None and chunks > 1:
         _fill_experts_kernel[(chunks,)](
             chosen.ids_NK, lists, rows, experts, ROWS=size, EXPERTS=padded, K=routing.top_k, PDL=pdl,
-            num_warps=4 if size < _CHUNKS[-1] else 8, launch_pdl=pdl,
+            num_warps=_WARPS[size], launch_pdl=pdl,
         )  # fmt: skip

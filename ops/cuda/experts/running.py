@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from headrace.ops.cuda.experts.byte_tiles import byte_tile_products, byte_tiling, in_byte_order, takes_bytes
+from headrace.ops.cuda.codes.kinds import E4M3
+from headrace.ops.cuda.experts.byte_inputs import ByteInputs, in_byte_order
+from headrace.ops.cuda.experts.byte_tiles import byte_tile_products, byte_tiling, takes_bytes
 from headrace.ops.cuda.experts.byte_vector import byte_vector_down, byte_vector_up
 from headrace.ops.cuda.experts.choose import allocate_choices, allocate_lists, choose
 from headrace.ops.cuda.experts.coded_tiles import MOST_ROWS, coded_tile_products
@@ -23,16 +25,15 @@ from headrace.ops.cuda.experts.vector import vector_down, vector_up
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.experts.arena import Arena
     from headrace.ops.cuda.experts.choose import Choices, Lists
     from headrace.ops.cuda.experts.registry import ExpertWeights, Padding
     from headrace.ops.cuda.products.registry import ProductRoom
-    from headrace.ops.routing import ExpertActivation
 
 __all__ = ["TileExpertsRun", "VectorExpertsRun"]
 
 _EXACT_ROWS: Final = 64
-"""Most tokens whose results stay in float32 until they are added: with more, their memory traffic takes too long."""
+"""Most tokens whose results stay in float32 until they are added: with more, their memory traffic takes too long. It is
+also the most tokens that 8-bit floats are not multiplied by as 8-bit floats."""
 
 
 class _Run:
@@ -90,31 +91,45 @@ class TileExpertsRun(_Run):
         self._room.chain.note(self._rest)
         choose(logits_SNX, routing, weights.correction_X, chosen, lists, padding=padding, pdl=pdl)
         act_PF = torch.empty(pairs, weights.down.shape[1], dtype=x_NE.dtype, device=device)
-        x_NE = in_byte_order(x_NE, pdl=pdl) if in_bytes else x_NE
-        self._multiply(
-            x_NE, weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF, in_bytes, weights.activation
-        )
         dtype = torch.float32 if len(x_NE) <= _EXACT_ROWS else x_NE.dtype
         results_PE = torch.empty(pairs, out_NE.shape[1], dtype=dtype, device=device)
-        self._multiply(act_PF, weights.down, weights.down_bias_XE, chosen, lists, results_PE, in_bytes)
+        multiply = self._multiply_bytes if in_bytes else self._multiply
+        multiply(x_NE, weights, chosen, lists, act_PF, results_PE)
         combine(results_PE, chosen, out_NE, pdl=pdl)
 
     def _multiply(
-        self,
-        x: Tensor,
-        weight: Arena,
-        bias_XL: Tensor | None,
-        chosen: Choices,
-        lists: Lists,
-        out_PO: Tensor,
-        in_bytes: bool,
-        activation: ExpertActivation | None = None,
+        self, x_NE: Tensor, weights: ExpertWeights, chosen: Choices, lists: Lists, act_PF: Tensor, results_PE: Tensor
     ) -> None:
-        rows, arch = lists.rows, self._room.scratch.arch
-        if weight.kind is not None and not in_bytes:
-            coded_tile_products(x, weight, bias_XL, chosen, lists, out_PO, activation=activation, pdl=self._pdl)
-            return
-        multiply, how = (
-            (byte_tile_products, byte_tiling(rows, arch)) if in_bytes else (tile_products, tiling(rows, arch))
-        )
-        multiply(x, weight, bias_XL, chosen, lists, out_PO, how, activation=activation, pdl=self._pdl)
+        """Multiply by dense weights, or by codes that become numbers in registers."""
+        how = tiling(lists.rows, self._room.scratch.arch)
+        up = weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF
+        down = weights.down, weights.down_bias_XE, chosen, lists, results_PE
+        if weights.gate_up.kind is None:
+            tile_products(x_NE, *up, how, activation=weights.activation, pdl=self._pdl)
+        else:
+            coded_tile_products(x_NE, *up, activation=weights.activation, pdl=self._pdl)
+        if weights.down.kind is None:
+            tile_products(act_PF, *down, how, pdl=self._pdl)
+        else:
+            coded_tile_products(act_PF, *down, pdl=self._pdl)
+
+    def _multiply_bytes(
+        self, x_NE: Tensor, weights: ExpertWeights, chosen: Choices, lists: Lists, act_PF: Tensor, results_PE: Tensor
+    ) -> None:
+        """Multiply by codes of 8 bits, in their order."""
+        pdl, arch = self._pdl, self._room.scratch.arch
+        few = len(x_NE) <= _EXACT_ROWS
+        coded = [
+            not few and each.kind is not None and each.kind.codes == E4M3 for each in (weights.gate_up, weights.down)
+        ]
+        dtype = torch.float8_e4m3fn if coded[0] else torch.float16 if few else x_NE.dtype
+        byte_tile_products(
+            in_byte_order(x_NE, dtype, pdl=pdl), weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF,
+            byte_tiling(lists.rows, arch, coded=coded[0]),
+            activation=weights.activation, ordered=not coded[1], pdl=pdl,
+        )  # fmt: skip
+        act = in_byte_order(act_PF, torch.float8_e4m3fn, pdl=pdl) if coded[1] else ByteInputs(act_PF, None)
+        byte_tile_products(
+            act, weights.down, weights.down_bias_XE, chosen, lists, results_PE,
+            byte_tiling(lists.rows, arch, coded=coded[1]), pdl=pdl,
+        )  # fmt: skip
