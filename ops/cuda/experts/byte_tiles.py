@@ -1,6 +1,6 @@
 """`byte_tile_products`: products in tiles with experts' weights in codes of 8 bits on CUDA (Triton), by tensor cores.
 
-As tiles.py, with inputs in the order in which codes lie, and in the numbers that byte_inputs.py makes of them. Where
+As tiles.py, with inputs in the order in which codes lie, and in the numbers that code_inputs.py makes of them. Where
 these are 8-bit floats, too, tensor cores multiply codes by codes. Otherwise codes become the inputs' 16-bit floats on
 their way from shared memory to the tensor cores, by the GPU's own conversion. Scales are applied to sums: of a line and
 of a token at the end, of groups after each of them. Letters as in tiles.py; G groups.
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.codes.kinds import Kind
     from headrace.ops.cuda.experts.arena import Arena
-    from headrace.ops.cuda.experts.byte_inputs import ByteInputs
     from headrace.ops.cuda.experts.choose import Choices, Lists
+    from headrace.ops.cuda.experts.code_inputs import CodeInputs
     from headrace.ops.routing import ExpertActivation
 
 __all__ = ["ByteMemory", "byte_tile_products", "byte_tiling", "memory_of", "takes_bytes"]
@@ -113,11 +113,11 @@ def _byte_expert_tiles_kernel(
         total *= tl.load(factors + source, mask=real, other=0.0)[None, :]
     if BIAS:
         total += tl.load(bias + expert * (HALVES * size_out) + line)[:, None]
-    store_results(total, factor, target, real, out, out_stride, size_out, OUT, ROWS, UP, ACTIVATION, ORDERED)
+    store_results(total, factor, target, real, out, out_stride, size_out, OUT, ROWS, UP, ACTIVATION, 8 * ORDERED)
 
 
 def byte_tile_products(
-    x: ByteInputs,
+    x: CodeInputs,
     weight: Arena,
     bias_XL: Tensor | None,
     chosen: Choices,

@@ -31,7 +31,7 @@ _TILING: Final = ExpertVectorTiling(4, 2048, 4)
 
 @triton.jit
 def _column_of(place):
-    """Return the column whose code lies at a place, the inverse of `byte_of` of memory.py."""
+    """Return the column whose code lies at a place, the inverse of `place_of` of memory.py."""
     inside = place % 16
     return place - inside + inside // 4 * 2 + inside % 2 * 8 + inside % 4 // 2
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from headrace.ops.cuda.codes.numbers import CodeMemory
 
-__all__ = ["byte_of", "of_expert"]
+__all__ = ["of_expert", "place_of"]
 
 
 @triton.jit
@@ -27,7 +27,13 @@ def of_expert(memory, pitches, expert):
 
 
 @triton.jit
-def byte_of(column):
-    """Return the place of a column's code of 8 bits: each 16 lie as 0, 8, 1, 9, then 2, 10, 3, 11 and so on."""
-    inside = column % 16
-    return column - inside + (inside % 8) // 2 * 4 + inside // 8 + inside % 2 * 2
+def place_of(column, BITS: tl.constexpr):
+    """Return the place of a column's code, as codes/layout.py orders them: of 16 codes of 8 bits, 0, 8, 1, 9, then 2,
+    10, 3, 11 and so on; of 32 of 4 bits, 0, 8, 16, 24, 1, 9, 17, 25, then 2, 10 and so on."""
+    if BITS == 8:
+        inside = column % 16
+        place = (inside % 8) // 2 * 4 + inside // 8 + inside % 2 * 2
+    else:
+        inside = column % 32
+        place = (inside % 8) // 2 * 8 + inside // 8 + inside % 2 * 4
+    return column - inside + place

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from headrace.ops.cuda.codes.kinds import E4M3
-from headrace.ops.cuda.experts.byte_inputs import ByteInputs, in_byte_order
 from headrace.ops.cuda.experts.byte_tiles import byte_tile_products, byte_tiling, takes_bytes
 from headrace.ops.cuda.experts.byte_vector import byte_vector_down, byte_vector_up
 from headrace.ops.cuda.experts.choose import allocate_choices, allocate_lists, choose
+from headrace.ops.cuda.experts.code_inputs import CodeInputs, in_code_order
 from headrace.ops.cuda.experts.coded_tiles import MOST_ROWS, coded_tile_products
 from headrace.ops.cuda.experts.coded_vector import coded_vector_down, coded_vector_up
 from headrace.ops.cuda.experts.combine import combine
+from headrace.ops.cuda.experts.float4_tiles import float4_tile_products, float4_tiling, takes_float4
 from headrace.ops.cuda.experts.logits import allocate_logits, router_logits
 from headrace.ops.cuda.experts.registry import launches
 from headrace.ops.cuda.experts.tiles import tile_products, tile_rows, tiling
@@ -82,10 +83,13 @@ class TileExpertsRun(_Run):
         logits_SNX = self._logits(x_NE, weights)
         chosen = allocate_choices(len(x_NE), routing, device)
         pairs = chosen.ids_NK.numel()
-        arch, kinds = self._room.scratch.arch, {weights.gate_up.kind, weights.down.kind}
-        in_bytes = all(takes_bytes(each.kind, each.shape, arch) for each in (weights.gate_up, weights.down))
-        rows = tile_rows(pairs, routing.experts, arch.tuning)
-        if kinds != {None} and not in_bytes:
+        arch, both = self._room.scratch.arch, (weights.gate_up, weights.down)
+        multiply, rows = self._multiply, tile_rows(pairs, routing.experts, arch.tuning)
+        if all(takes_bytes(each.kind, each.shape, arch) for each in both):
+            multiply = self._multiply_bytes
+        elif all(takes_float4(each.kind, each.shape, arch) for each in both):
+            multiply = self._multiply_float4
+        elif any(each.kind is not None for each in both):
             rows = min(rows, MOST_ROWS)
         lists = allocate_lists(len(x_NE), routing, rows, self._finished)
         self._room.chain.note(self._rest)
@@ -93,7 +97,6 @@ class TileExpertsRun(_Run):
         act_PF = torch.empty(pairs, weights.down.shape[1], dtype=x_NE.dtype, device=device)
         dtype = torch.float32 if len(x_NE) <= _EXACT_ROWS else x_NE.dtype
         results_PE = torch.empty(pairs, out_NE.shape[1], dtype=dtype, device=device)
-        multiply = self._multiply_bytes if in_bytes else self._multiply
         multiply(x_NE, weights, chosen, lists, act_PF, results_PE)
         combine(results_PE, chosen, out_NE, pdl=pdl)
 
@@ -124,12 +127,24 @@ class TileExpertsRun(_Run):
         ]
         dtype = torch.float8_e4m3fn if coded[0] else torch.float16 if few else x_NE.dtype
         byte_tile_products(
-            in_byte_order(x_NE, dtype, pdl=pdl), weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF,
+            in_code_order(x_NE, 8, dtype, pdl=pdl), weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF,
             byte_tiling(lists.rows, arch, coded=coded[0]),
             activation=weights.activation, ordered=not coded[1], pdl=pdl,
         )  # fmt: skip
-        act = in_byte_order(act_PF, torch.float8_e4m3fn, pdl=pdl) if coded[1] else ByteInputs(act_PF, None)
+        act = in_code_order(act_PF, 8, torch.float8_e4m3fn, pdl=pdl) if coded[1] else CodeInputs(act_PF, None)
         byte_tile_products(
             act, weights.down, weights.down_bias_XE, chosen, lists, results_PE,
             byte_tiling(lists.rows, arch, coded=coded[1]), pdl=pdl,
         )  # fmt: skip
+
+    def _multiply_float4(
+        self, x_NE: Tensor, weights: ExpertWeights, chosen: Choices, lists: Lists, act_PF: Tensor, results_PE: Tensor
+    ) -> None:
+        """Multiply by MXFP4, in the order of its codes."""
+        pdl, how = self._pdl, float4_tiling(lists.rows)
+        x_NE = in_code_order(x_NE, 4, x_NE.dtype, pdl=pdl).values_NE
+        float4_tile_products(
+            x_NE, weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF, how,
+            activation=weights.activation, pdl=pdl,
+        )  # fmt: skip
+        float4_tile_products(act_PF, weights.down, weights.down_bias_XE, chosen, lists, results_PE, how, pdl=pdl)

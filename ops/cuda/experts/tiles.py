@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.ops.cuda.experts.activation import activated, halves
-from headrace.ops.cuda.experts.memory import byte_of
+from headrace.ops.cuda.experts.memory import place_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,11 +67,11 @@ def source_and_target(chosen, lists, tile, K: tl.constexpr, ROWS: tl.constexpr, 
 @triton.jit
 def store_results(
     total, factor, target, real, out, out_stride, size_out,
-    OUT: tl.constexpr, ROWS: tl.constexpr, UP: tl.constexpr, ACTIVATION: tl.constexpr, ORDERED: tl.constexpr = False,
+    OUT: tl.constexpr, ROWS: tl.constexpr, UP: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr = 0,
 ):  # fmt: skip
     """Store the sums [lines, rows] of a tile: gates and ups with their activation, downs with their factors.
 
-    With ORDERED, outputs go to the places that codes of 8 bits of the next weight have.
+    With BITS, outputs go to the places that the next weight's codes of so many bits have.
     """
     if UP:
         gate, up = halves(total, OUT, ROWS)
@@ -79,7 +79,7 @@ def store_results(
     else:
         total *= factor[None, :]
     feature = tl.program_id(1) * OUT + tl.arange(0, OUT)
-    place = byte_of(feature) if ORDERED else feature
+    place = feature if BITS == 0 else place_of(feature, BITS)
     spot = out + target[None, :] * out_stride + place[:, None]
     tl.store(spot, total.to(out.dtype.element_ty), mask=(feature < size_out)[:, None] & real[None, :])
 
