@@ -10,7 +10,7 @@ from emulated_kernels import demand
 from emulated_products import dense_of
 from torch import Tensor
 
-__all__ = ["EmulatedExperts", "expert_weights"]
+__all__ = ["EmulatedExperts", "expert_weights", "mixed"]
 
 
 class EmulatedExperts:
@@ -60,8 +60,18 @@ class EmulatedExpertsRun:
         self._gpu.launch(f"experts: {self._kernel.name}", work)
 
 
-def mixed(x: Tensor, ids: Tensor, shares: Tensor, weights: Any) -> Tensor:
-    """The sums of the experts' results, in the dtype of `x`; what a kernel keeps in bfloat16 is rounded to it."""
+def in_8_bits(x: Tensor) -> Tensor:
+    """Inputs rounded to 8-bit floats, with a scale for each row, in their own dtype."""
+    scale = x.abs().amax(1, keepdim=True).float() / 448.0
+    return (x.float() / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale.to(x.dtype)
+
+
+def mixed(x: Tensor, ids: Tensor, shares: Tensor, weights: Any, *, coded: bool = False) -> Tensor:
+    """The sums of the experts' results, in the dtype of `x`; what a kernel keeps in bfloat16 is rounded to it.
+
+    With `coded`, inputs of both products are rounded to 8-bit floats.
+    """
+    x = in_8_bits(x) if coded else x
     total = torch.zeros(len(x), weights.down.shape[0], dtype=x.dtype, device=x.device)
     for rank in range(ids.shape[1]):
         for expert in ids[:, rank].unique().tolist():
@@ -70,6 +80,7 @@ def mixed(x: Tensor, ids: Tensor, shares: Tensor, weights: Any) -> Tensor:
             if weights.gate_up_bias_XL is not None:
                 gate_up += weights.gate_up_bias_XL[expert]
             act = activated(*gate_up.chunk(2, 1), weights.activation).bfloat16().to(x.dtype)
+            act = in_8_bits(act) if coded and len(act) else act
             result = act @ expert_weights(weights.down, expert).to(x.dtype).T
             if weights.down_bias_XE is not None:
                 result += weights.down_bias_XE[expert]

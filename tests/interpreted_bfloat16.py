@@ -1,4 +1,4 @@
-"""bfloat16 for Triton's interpreter, which cuts numbers off where a GPU rounds, and multiplies their bits; no tests.
+"""bfloat16 and 8-bit floats for Triton's interpreter, which cuts off where a GPU rounds; no tests.
 
 Its loops also end at numbers that a kernel is given, or has loaded, which numpy 2 would not take for integers.
 
@@ -32,6 +32,9 @@ def teach() -> None:
         if source == tl.float32 and target == tl.bfloat16:
             numbers = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
             return numbers.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        if source == tl.float32 and target == tl.float8e4nv:
+            numbers = torch.from_numpy(np.ascontiguousarray(data).view(np.float32))
+            return numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return convert(data, source, target, rounding)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *given: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.codes.packing import in_codes
+from headrace.ops.cuda.experts.byte_tiles import takes_bytes
 from headrace.ops.cuda.experts.packed import CudaExperts, ExpertProducts
 from headrace.ops.cuda.experts.registry import Padding
 from headrace.ops.cuda.hazards import Chain
@@ -64,7 +65,11 @@ def layer(routing: Routing, hidden: int, size: int, activation: Any = "silu") ->
 
 
 def check(packed: CudaExperts, x: torch.Tensor, most: float = 2**-7) -> None:
-    """A token's largest error is small, beside its largest number; tokens whose choice is close are left out."""
+    """A token's largest error is small, beside its largest number; tokens whose choice is close are left out.
+
+    Inputs of many tokens become 8-bit floats where codes are. Where one lies between two of them, the last bit of a sum
+    decides, which is felt: half of the tokens must be as exact as others.
+    """
     weights = packed.weights
     logits = x.double() @ weights.router_XE.double().T
     if weights.router_bias_X is not None:
@@ -75,9 +80,12 @@ def check(packed: CudaExperts, x: torch.Tensor, most: float = 2**-7) -> None:
         shaken = logits * (1 + noise * torch.randn_like(logits))
         clear &= (route(shaken.float(), weights.routing, weights.correction_X).ids_NK == ids).all(1)
     assert clear.sum() >= 0.9 * len(x)
-    truth, out = mixed(x.double(), ids, shares.double(), weights), packed(x)
-    worst = ((out - truth).abs().amax(1) / truth.abs().amax(1))[clear].max()
-    assert worst < most, (len(x), worst)
+    kinds = weights.gate_up.kind, weights.down.kind
+    coded = len(x) > 64 and all(takes_bytes(kind, (1, 128), Arch.of(GPU)) and kind.codes == "fp8" for kind in kinds)
+    truth, out = mixed(x.double(), ids, shares.double(), weights, coded=coded), packed(x)
+    errors = ((out - truth).abs().amax(1) / truth.abs().amax(1))[clear]
+    assert errors.max() < (2**-3 if coded else most), (len(x), errors.max())
+    assert errors.median() < most, (len(x), errors.median())
     assert torch.equal(packed(x), out), "a second run differs"
 
 

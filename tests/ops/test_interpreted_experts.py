@@ -115,7 +115,7 @@ def run(x, weights, padding=None, arch="sm_90"):
     return out
 
 
-def check_sums(x, weights, most, arch="sm_90"):
+def check_sums(x, weights, most, arch="sm_90", coded=False):
     rows = len(x)
     padding = None
     if rows in (3, 7, 65):
@@ -125,8 +125,12 @@ def check_sums(x, weights, most, arch="sm_90"):
     if padding is not None:
         shares[padding.rows_N == 2] = 0
         assert (out[padding.rows_N == 2] == 0).all()
-    truth = mixed(x.double(), ids, shares.double(), weights)
-    worst = ((out - truth).abs().amax(1) / truth.abs().amax(1).clamp(min=1e-9)).max()
+    truth = mixed(x.double(), ids, shares.double(), weights, coded=coded)
+    errors = (out - truth).abs().amax(1) / truth.abs().amax(1).clamp(min=1e-9)
+    worst = errors.max()
+    if coded:  # where a number lies between two 8-bit floats, the last bit of a sum decides, which is felt
+        assert worst < 2**-3, worst
+        worst = errors.median()
     assert worst < most, (rows, weights.activation, worst)
     few = rows - rows // 8
     if 4 < few < rows <= 64:  # in tiles of as many rows: unlike a GPU's, numpy's sums depend on the shape of a tile
@@ -169,11 +173,12 @@ def check_codes(names):
         is_ordered = up.kind is None and ups[0].format.name.endswith("ordered")
         if up.kind is None and not is_ordered:
             continue
-        for rows in (1, 7) if number % 2 else (2, 17):
+        in_bytes = up.kind is not None and up.kind.codes == "fp8"
+        for rows in (*((1, 7) if number % 2 else (2, 17)), *((66,) if in_bytes else ())):
             x, router = torch.randn(rows, hidden).bfloat16(), torch.randn(experts, hidden)
             weights = ExpertWeights(Routing(experts, 2), split_router(router), None, None, up, down, "silu", None, None)
-            check_sums(x, weights, 2**-6)
-            if up.kind is not None and up.kind.codes == "fp8":  # whose bytes older GPUs cannot convert
+            check_sums(x, weights, 2**-6, coded=rows > 64)
+            if in_bytes and rows <= 64:  # whose bytes older GPUs cannot convert
                 check_sums(x, weights, 2**-6, "sm_80")
         print(label(format), flush=True)
 
