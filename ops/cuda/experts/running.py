@@ -17,7 +17,7 @@ from headrace.ops.cuda.experts.code_inputs import CodeInputs, in_code_order
 from headrace.ops.cuda.experts.coded_tiles import MOST_ROWS, coded_tile_products
 from headrace.ops.cuda.experts.coded_vector import coded_vector_down, coded_vector_up
 from headrace.ops.cuda.experts.combine import combine
-from headrace.ops.cuda.experts.float4_tiles import float4_tile_products, float4_tiling, takes_float4
+from headrace.ops.cuda.experts.float4_tiles import FLOAT4_ROWS, FLOAT4_TILING, float4_tile_products, takes_float4
 from headrace.ops.cuda.experts.logits import allocate_logits, router_logits
 from headrace.ops.cuda.experts.registry import launches
 from headrace.ops.cuda.experts.tiles import tile_products, tile_rows, tiling
@@ -87,10 +87,10 @@ class TileExpertsRun(_Run):
         multiply, rows = self._multiply, tile_rows(pairs, routing.experts, arch.tuning)
         if all(takes_bytes(each.kind, each.shape, arch) for each in both):
             multiply = self._multiply_bytes
-        elif all(takes_float4(each.kind, each.shape, arch) for each in both):
-            multiply = self._multiply_float4
         elif any(each.kind is not None for each in both):
             rows = min(rows, MOST_ROWS)
+            if rows <= FLOAT4_ROWS and all(takes_float4(each.kind, each.shape, arch) for each in both):
+                multiply = self._multiply_float4
         lists = allocate_lists(len(x_NE), routing, rows, self._finished)
         self._room.chain.note(self._rest)
         choose(logits_SNX, routing, weights.correction_X, chosen, lists, padding=padding, pdl=pdl)
@@ -141,7 +141,7 @@ class TileExpertsRun(_Run):
         self, x_NE: Tensor, weights: ExpertWeights, chosen: Choices, lists: Lists, act_PF: Tensor, results_PE: Tensor
     ) -> None:
         """Multiply by MXFP4, in the order of its codes."""
-        pdl, how = self._pdl, float4_tiling(lists.rows)
+        pdl, how = self._pdl, FLOAT4_TILING
         x_NE = in_code_order(x_NE, 4, x_NE.dtype, pdl=pdl).values_NE
         float4_tile_products(
             x_NE, weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF, how,
