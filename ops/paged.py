@@ -1,4 +1,4 @@
-"""The places of one step's tokens in the paged KV cache, as attention and KV writes need them.
+"""The places of layers and of one step's tokens in the paged KV cache, as attention and KV writes need them.
 
 Owns the plain values that a runner passes to a device's operations; never touches a scheduler, a request or a model.
 
@@ -8,13 +8,51 @@ size, H query heads, K key/value heads, D head size, F feed-forward size, V voca
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
     from torch import Tensor
 
-__all__ = ["UNSCALED", "DecodeGroup", "GivenKv", "KvScales", "PagedBatch", "PrefillRow"]
+__all__ = ["UNSCALED", "DecodeGroup", "GivenKv", "KvLayout", "KvScales", "PageShape", "PagedBatch", "PrefillRow"]
+
+PageShape: TypeAlias = tuple[int, ...]
+"""Shape of what one layer keeps in one page, as a device lays it out: keys and values of T tokens, or vectors."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Where the layers of a model keep keys and values: in pools, each of the layers whose pages have one shape.
+
+    A page has the same number in all pools, so that whoever gives out pages knows of one cache alone.
+    """
+
+    pools: tuple[tuple[int, PageShape], ...]
+    """Number of layers and shape of a layer's page, of each pool."""
+    places: tuple[tuple[int, int], ...]
+    """Pool of each layer's pages, and the layer's number within the pool."""
+
+    @staticmethod
+    def of(layers: Sequence[PageShape | int]) -> KvLayout:
+        """Return the layout of layers with pages of these shapes, or with the pages of an earlier layer, by number."""
+        counts: dict[PageShape, int] = {}
+        places: list[tuple[int, int]] = []
+        for layer in layers:
+            if isinstance(layer, int):
+                places.append(places[layer])
+                continue
+            number = counts.get(layer, 0)
+            counts[layer] = number + 1
+            places.append((list(counts).index(layer), number))
+        return KvLayout(tuple((count, shape) for shape, count in counts.items()), tuple(places))
+
+    def page_bytes(self, dtype: torch.dtype) -> int:
+        """Return the memory of one page over all layers, in bytes."""
+        return dtype.itemsize * sum(count * math.prod(shape) for count, shape in self.pools)
 
 
 class KvScales(NamedTuple):

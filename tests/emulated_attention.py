@@ -57,7 +57,7 @@ class EvenDecodes(_Emulated):
     def open(self, shape: Any, inputs: Any, room: Any, lines: int = 1) -> Any:
         self.check(shape, lines)
         demand(self._gpu.capability >= (9, 0), "opened on a GPU without bulk copies")
-        kept = f"even {lines}", shape.window
+        kept = f"even {lines}", shape.key
         attention = room.keep(*kept, lambda: EvenAttention(self._gpu, shape, room.most_rows, lines))
         deal = importlib.import_module("headrace.ops.cuda.attention.kernels").DEAL
         return self._steps.DecodeStep(inputs, attention, self._kernel.launch(pdl=room.pdl), deal)

@@ -35,7 +35,7 @@ class EmulatedExpertsRun:
         self._registry = importlib.import_module("headrace.ops.cuda.experts.registry")
         self._route = importlib.import_module("headrace.ops.experts").route
 
-    def run(self, x: Tensor, weights: Any, out: Tensor, padding: Any) -> None:
+    def run(self, x: Tensor, routed: Tensor, weights: Any, out: Tensor, padding: Any) -> None:
         """As `ExpertRun.run`."""
         for launch in self._registry.launches(pdl=self._room.pdl):
             self._room.chain.note(launch)
@@ -48,10 +48,11 @@ class EmulatedExpertsRun:
             demand(why is None, f"experts that the kernel refuses: {why}")
             demand(len(x) in self._kernel.rows(arch, shape), f"experts of {len(x)} rows")
             demand(out.data_ptr() != x.data_ptr(), "experts over their own input")
-            logits = x.float() @ weights.router_XE.T
+            demand(routed.shape == x.shape, "a router that reads other tokens")
+            logits = routed.float() @ weights.router_XE.T
             if weights.router_bias_X is not None:
                 logits += weights.router_bias_X
-            ids, shares = self._route(logits, routing, weights.correction_X)
+            ids, shares = self._route(logits, routing, weights.correction_X, weights.scales_X)
             if padding is not None:
                 demand(len(padding.rows_N) == len(x), "padding of another step")
                 shares[padding.rows_N == padding.row] = 0

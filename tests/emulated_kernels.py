@@ -318,17 +318,26 @@ def rotate_and_store(y: Tensor, q_out: Tensor, to: Any, eps: float) -> None:
     demand(len(y[0]) == q_out.shape[1] + 2 * to.kv_layer.shape[3] * 128, "another number of heads")
     norm_rope(SimpleNamespace(
         qkv=y, q_out=q_out, HALF=64, HEADS=q_out.shape[1] // 128, KV_HEADS=to.kv_layer.shape[3], q_norm=to.q_norm_D,
-        k_norm=to.k_norm_D, cos_sin=to.cos_sin_PD, positions=to.positions_N, slots=to.slots_N, kv=to.kv_layer, eps=eps,
+        k_norm=to.k_norm_D, NORM_VALUES=False, KEYS_ARE_VALUES=False,
+        cos_sin=to.cos_sin_PD, positions=to.positions_N, slots=to.slots_N, kv=to.kv_layer, eps=eps,
         k_scale=to.scales.k, v_scale=to.scales.v,
     ))  # fmt: skip
+
+
+def normed_values(v_NKD: Tensor, eps: float) -> Tensor:
+    return normed(v_NKD, torch.ones(v_NKD.shape[-1]), eps)
 
 
 def norm_rope(at: SimpleNamespace) -> None:
     dim, heads, kv_heads = 2 * at.HALF, at.HEADS, at.KV_HEADS
     qkv_NAD = at.qkv.reshape(len(at.qkv), -1, dim)
-    k_NKD = turned(qkv_NAD[:, heads : heads + kv_heads], at.k_norm, at.cos_sin, at.positions, at.eps)
-    store(at.kv, at.slots, 0, k_NKD, at.k_scale)
-    store(at.kv, at.slots, 1, qkv_NAD[:, heads + kv_heads :].float(), at.v_scale)
+    demand(qkv_NAD.shape[1] == heads + (1 if at.KEYS_ARE_VALUES else 2) * kv_heads, "heads that nobody reads, or lack")
+    if kv_heads:
+        k_NKD = turned(qkv_NAD[:, heads : heads + kv_heads], at.k_norm, at.cos_sin, at.positions, at.eps)
+        store(at.kv, at.slots, 0, k_NKD, at.k_scale)
+        v_NKD = qkv_NAD[:, -kv_heads:].float()
+        demand(not at.NORM_VALUES or at.q_norm is not None, "norms of values alone")
+        store(at.kv, at.slots, 1, normed_values(v_NKD, at.eps) if at.NORM_VALUES else v_NKD, at.v_scale)
     q_NHD = turned(qkv_NAD[:, :heads], at.q_norm, at.cos_sin, at.positions, at.eps)
     at.q_out.view(len(at.qkv), -1)[:, : heads * dim].copy_(q_NHD.flatten(1))
 

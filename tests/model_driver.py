@@ -13,11 +13,12 @@ from torch import Tensor
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
 from headrace.engine.model.cpu.adapters import CpuBank
-from headrace.engine.model.cpu.operations import cpu_ops, kv_layout
+from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.cpu.runner import CpuDecoder
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.shared.kv_layout import kv_layout
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.asked import Asked, Sampling
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPlan, Work

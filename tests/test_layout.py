@@ -27,7 +27,7 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
     "ops/cuda/attention/split.py:_split_decode_kernel": (65, "one kernel is one launch"),
     "ops/cuda/adapters/expand.py:_expand_group_kernel": (70, "one kernel is one launch"),
     "ops/cuda/adapters/expand.py:_expand_row_kernel": (90, "one kernel is one launch"),
-    "ops/cuda/fused.py:_norm_rope_kernel": (76, "one kernel is one launch"),
+    "ops/cuda/heads.py:_norm_rope_kernel": (85, "one kernel is one launch"),
     "ops/cuda/products/linear.py:_linear_kernel": (64, "one kernel is one launch"),
     "ops/cuda/adapters/shrink.py:_shrink_row_kernel": (62, "one kernel is one launch"),
     "ops/cuda/products/vector.py:_vector_kernel": (70, "one kernel is one launch"),

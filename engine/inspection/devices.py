@@ -18,17 +18,15 @@ from headrace.engine.model.checkpoint.weights import describe_weights
 from headrace.engine.model.cpu.sizing import FREE_SHARE, CpuSizes, cpu_dtype, cpu_sizes
 from headrace.engine.model.encoder.opening import describe_encoder, encoder_dtype
 from headrace.engine.model.encoder.spec import EncoderSpec
-from headrace.engine.model.experts import ExpertsFeed
+from headrace.engine.model.experts import ExpertsBesideDense, ExpertsFeed
 from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.device import Limits, fit
 from headrace.engine.model.shared.find_gpu import find_gpu
 from headrace.engine.model.shared.gpu_sizes import DTYPE, GRAPH_BYTES, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
 from headrace.engine.model.shared.gpu_sizes import FREE_SHARE as GPU_FREE_SHARE
-from headrace.engine.model.shared.heads import head_shape
 from headrace.engine.model.shared.memory import free_host_bytes
-from headrace.engine.model.spec import DecoderSpec, DenseFeed, FeedSpec, PlainFeed
-from headrace.engine.model.value_normed import has_normed_values
+from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, FeedSpec, PlainFeed
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import WeightPart
 from headrace.ops.cuda.codes.packing import in_codes
@@ -206,15 +204,15 @@ def _gpu_capacity(
 
 
 def _gpu_page_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
-    if has_latents(spec) or has_normed_values(spec):  # no GPU runs the latter yet: what its pages would take
-        return spec.cached_elements * PAGE_SIZE * DTYPE.itemsize
-    return spec.num_layers * head_shape(spec.uniform_attention, kv_dtype=kv_dtype(config)).page_bytes
+    dtype = DTYPE if has_latents(spec) else kv_dtype(config)
+    return spec.cached_elements * PAGE_SIZE * dtype.itemsize
 
 
 def _activation_bytes(spec: DecoderSpec, limits: Limits) -> int:
     """Estimate what the largest step needs: a layer's widest tensors, the logits twice, and workspaces of kernels."""
     feed = max(map(_feed_elements, (layer.feed for layer in spec.layers))) or _USUAL_FEED * spec.hidden_size
-    of_token = (3 * spec.hidden_size + max(_head_elements(spec), feed)) * DTYPE.itemsize
+    own = 0 if spec.per_layer is None else 3 * spec.num_layers * spec.per_layer.size
+    of_token = (3 * spec.hidden_size + own + max(_head_elements(spec), feed)) * DTYPE.itemsize
     logits = 2 * limits.rows * spec.vocab_size * torch.float32.itemsize
     return limits.batched_tokens * of_token + logits + _WORKSPACE_BYTES
 
@@ -225,15 +223,16 @@ def _head_elements(spec: DecoderSpec) -> int:
         mixer = uniform_latents(spec)
         own = mixer.plain_dim + mixer.rotated_dim + mixer.value_dim
         return mixer.heads * (own + mixer.cached_dim + mixer.latent_dim)
-    attention = spec.uniform_attention
-    return (2 * attention.heads + 2 * attention.kv_heads) * attention.head_dim
+    kinds = (kind for kind in spec.mixer_kinds if isinstance(kind, Attention))
+    return max((2 * kind.heads + 2 * kind.kv_heads) * kind.head_dim for kind in kinds)
 
 
 def _feed_elements(feed: FeedSpec) -> int:
     """Return the elements that a token has in a feed at once: gate, up and their product, of each of its experts."""
     if isinstance(feed, ExpertsFeed):
         shared = 0 if feed.shared is None else feed.shared.size
-        return 3 * (feed.routing.top_k * feed.size + shared)
+        dense = feed.dense.size if isinstance(feed, ExpertsBesideDense) else 0
+        return 3 * (feed.routing.top_k * feed.size + shared + dense)
     return 3 * feed.size if isinstance(feed, DenseFeed | PlainFeed) else 0
 
 

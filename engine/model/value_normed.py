@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from headrace.adapters.untrusted import refuse
 from headrace.engine.model.roles import Fused
 from headrace.engine.model.spec import Attention, DecoderSpec, Paged
 
-__all__ = ["ValueNormedAttention", "has_normed_values", "refuse_normed_values"]
+__all__ = ["ValueNormedAttention", "has_normed_values"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +54,3 @@ def has_normed_values(spec: DecoderSpec) -> bool:
 def _without(fused: Fused, roles: Collection[str]) -> Fused:
     """Return a parameter without its parts of these roles."""
     return replace(fused, parts=tuple(part for part in fused.parts if part.role.split(".")[0] not in roles))
-
-
-def refuse_normed_values(spec: DecoderSpec) -> None:
-    """Refuse a model whose attention norms its values, which no kernel of a GPU computes yet.
-
-    Raises:
-        ModelRejected: It does.
-    """
-    if has_normed_values(spec):
-        supported = "attention without norms of values on a GPU, or device='cpu'"
-        refuse(spec.architecture, "the mixer of a layer", "attention with normed values", supported)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from headrace.ops.cpu.activation import activate, activate_plain
 from headrace.ops.cpu.experts import CpuExperts
 from headrace.ops.cpu.head import CpuHead
-from headrace.ops.cpu.kv import CpuKv, KvLayout, PageShape
+from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.norms import layer_norm, layer_norm_heads, rms_norm
 from headrace.ops.cpu.pieces import Pieces
@@ -27,6 +27,7 @@ from headrace.ops.cpu.rotation import rotate
 from headrace.ops.cpu.scores import Scores, Weigh
 from headrace.ops.cpu.step import CpuStep, DecodePiece, PrefillPiece, TorchStep
 from headrace.ops.formats import Stored
+from headrace.ops.paged import KvLayout
 from headrace.ops.stream import Stream
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from headrace.ops.cpu.native.experts import NativeExperts
     from headrace.ops.experts import Experts
     from headrace.ops.latents import LatentWeights
-    from headrace.ops.paged import PagedBatch
+    from headrace.ops.paged import PagedBatch, PageShape
     from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
 
 __all__ = ["CpuOps"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,41 +14,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["CpuKv", "KvLayout", "PageShape"]
+    from headrace.ops.paged import KvLayout
 
-PageShape: TypeAlias = tuple[int, int, int, int]
-"""Shape of what one layer keeps in one page: [2 (key, value), K, T, D], or [1, 1, T, D] of one vector a token."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """Where the layers of a model keep keys and values: in pools, each of the layers whose pages have one shape.
-
-    A page has the same number in all pools, so that whoever gives out pages knows of one cache alone.
-    """
-
-    pools: tuple[tuple[int, PageShape], ...]
-    """Number of layers and shape of a layer's page, of each pool."""
-    places: tuple[tuple[int, int], ...]
-    """Pool of each layer's pages, and the layer's number within the pool."""
-
-    @staticmethod
-    def of(layers: Sequence[PageShape | int]) -> KvLayout:
-        """Return the layout of layers with pages of these shapes, or with the pages of an earlier layer, by number."""
-        counts: dict[PageShape, int] = {}
-        places: list[tuple[int, int]] = []
-        for layer in layers:
-            if isinstance(layer, int):
-                places.append(places[layer])
-                continue
-            number = counts.get(layer, 0)
-            counts[layer] = number + 1
-            places.append((list(counts).index(layer), number))
-        return KvLayout(tuple((count, shape) for shape, count in counts.items()), tuple(places))
-
-    def page_bytes(self, dtype: torch.dtype) -> int:
-        """Return the memory of one page over all layers, in bytes."""
-        return dtype.itemsize * sum(count * math.prod(shape) for count, shape in self.pools)
+__all__ = ["CpuKv"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from headrace.ops.cpu.block import CpuOps
-from headrace.ops.cpu.kv import CpuKv, PageShape
+from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.step import CpuStep
 from headrace.ops.formats import Stored
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.ops.cpu.native.library import Context
     from headrace.ops.cpu.products import CpuKernel
     from headrace.ops.latents import LatentWeights
-    from headrace.ops.paged import PagedBatch
+    from headrace.ops.paged import PagedBatch, PageShape
 
 __all__ = ["CpuLatents", "LatentPages", "NativeLatentOps", "TorchLatentOps"]
 

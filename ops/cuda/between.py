@@ -26,7 +26,7 @@ _GROWTH: Final = Launch("the growth of queries", overlaps=False, writes=frozense
 
 
 class BetweenOps:
-    """Base of a GPU's operations: each changes queries, keys and values side by side in place."""
+    """Base of a GPU's operations: all but `norm_values` change queries, keys and values side by side in place."""
 
     shape: HeadShape
     eps: float
@@ -55,6 +55,10 @@ class BetweenOps:
         qk_NX = qkv_NX[:, : heads * self.shape.head_dim]
         self.note(self._norm)
         layer_norm(qk_NX, weight_X, None, self.eps, qk_NX, parts=heads, pdl=self.pdl)
+        return qkv_NX
+
+    def norm_values(self, qkv_NX: Tensor) -> Tensor:
+        """Return what was given: values are normed as they are stored, where the shape of the heads says so."""
         return qkv_NX
 
     def rotate(self, qkv_NX: Tensor, step: CudaStep) -> Tensor:

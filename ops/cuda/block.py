@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from headrace.ops.cuda import fused
-from headrace.ops.cuda.attention.steps import ATTENTION, CudaStep, DecodeStep, PrefillStep, WholeStep
+from headrace.ops.cuda.attention.steps import ATTENTION, CudaKv, CudaStep, DecodeStep, PrefillStep, WholeStep
 from headrace.ops.cuda.between import BetweenOps
 from headrace.ops.cuda.codes.layout import CodeLayout, codes_of
 from headrace.ops.cuda.experts.packed import CudaExperts, ExpertProducts
 from headrace.ops.cuda.hazards import Launch
+from headrace.ops.cuda.heads import norm_rope_write
 from headrace.ops.cuda.layer_norm import activate_plain, layer_norm
-from headrace.ops.cuda.memory.pages import PageMemory
 from headrace.ops.cuda.missing import Missing
 from headrace.ops.cuda.products.fusion import GATED, SQUARED, AddNorm, HeadTargets, Residual, Squares
 from headrace.ops.cuda.products.packed import Chosen, CudaProduct, Products
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.products.fusion import Before
     from headrace.ops.experts import Experts
     from headrace.ops.formats import Stored
+    from headrace.ops.paged import PageShape
     from headrace.ops.stream import Activation, HeadNorms, LayerNorm, PlainActivation
 
 __all__ = ["CudaOps"]
@@ -85,14 +86,10 @@ class CudaOps(BetweenOps, Missing):
 
     # --- pages
 
-    def page_bytes(self, num_layers: int) -> int:
-        """Return the memory of one page over all layers, in bytes."""
-        return num_layers * self.shape.page_bytes
-
-    def allocate_pages(self, num_layers: int, num_pages: int) -> PageMemory:
-        """Return zeroed pages `[layers, pages, 2, T, K, D]`."""
-        page = (2, self.shape.page_size, self.shape.kv_heads, self.shape.head_dim)
-        return PageMemory(num_layers, page, self.shape.kv_dtype, num_pages, self._cos_sin_PD.device)
+    @property
+    def page_shape(self) -> PageShape:
+        """Shape of what a layer keeps in one page: [2 (key, value), T, K, D]."""
+        return (2, self.shape.page_size, self.shape.kv_heads, self.shape.head_dim)
 
     # --- what the decoder calls
 
@@ -145,7 +142,7 @@ class CudaOps(BetweenOps, Missing):
         qkv: CudaProduct,
         head_norms: HeadNorms | None,
         step: CudaStep,
-        kv: Tensor,
+        kv: CudaKv,
         layer: int,
     ) -> tuple[Tensor, Tensor]:
         """Norm, multiply by `qkv`, norm and rotate heads, store k and v, attend; return ([N, H * D], the sum)."""
@@ -153,7 +150,8 @@ class CudaOps(BetweenOps, Missing):
         runs, rows = qkv.runs, len(x_NE)
         if isinstance(pending, Squares):
             assert total_NE is not None
-            if isinstance(step, DecodeStep) and (heads := runs.heads.at(rows)) is not None:
+            stores = self.shape.values == "products"
+            if stores and isinstance(step, DecodeStep) and (heads := runs.heads.at(rows)) is not None:
                 return self.attend_inside(heads, x_NE, pending, qkv, head_norms, step, kv, layer), total_NE
             if (scaled := runs.factors_plain.at(rows)) is not None:
                 return self.attend_with(self._plain(scaled, x_NE, qkv, pending), head_norms, step, kv, layer), total_NE
@@ -257,9 +255,9 @@ class CudaOps(BetweenOps, Missing):
         return Stream(out_NE, total_NE, squares)
 
     def attend_with(
-        self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: CudaStep, kv: Tensor, layer: int
+        self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: CudaStep, kv: CudaKv, layer: int
     ) -> Tensor:
-        """Norm and rotate q and k, store k and v, attend; return [N, H * D]."""
+        """Norm and rotate q and k, norm v where that is due, store k and v if any, attend; return [N, H * D]."""
         shape, kv_layer, scales = self.shape, kv[layer], self._kv_scales.get(layer, UNSCALED)
         q_norm_D, k_norm_D = head_norms or (None, None)
         rows, width = qkv_NX.shape[0], shape.heads * shape.head_dim
@@ -294,7 +292,7 @@ class CudaOps(BetweenOps, Missing):
         qkv: CudaProduct,
         head_norms: HeadNorms | None,
         step: DecodeStep,
-        kv: Tensor,
+        kv: CudaKv,
         layer: int,
         updates: UpdateSite | None = None,
     ) -> Tensor:
@@ -363,8 +361,8 @@ class CudaOps(BetweenOps, Missing):
         shape = self.shape
         table = self._still_1D if given else self._cos_sin_PD
         self.note(self._rotation)
-        fused.norm_rope_write(
+        norm_rope_write(
             qkv_NX, q_norm_D, k_norm_D, table, positions_N, slots_N, kv_layer,
             heads=0 if given else shape.heads, kv_heads=shape.kv_heads, eps=self.eps, q_out=q_out,
-            k_scale=scales.k, v_scale=scales.v, pdl=self.pdl,
+            k_scale=scales.k, v_scale=scales.v, values="products" if given else shape.values, pdl=self.pdl,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,10 +15,6 @@ __all__ = ["Missing"]
 
 class Missing:
     """Base of a GPU's operations, with those that it lacks."""
-
-    def norm_values(self, qkv_NX: Tensor) -> NoReturn:
-        """Raise `NotImplementedError`: no kernel norms values."""
-        raise NotImplementedError(f"no kernel norms the values of {len(qkv_NX)} tokens")
 
     def norm_latents(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
         """Raise `NotImplementedError`: the operations of models with latent vectors are in latents/ops.py."""

@@ -69,9 +69,12 @@ GAINS = {
 would grow from layer to layer, and with them the margin that the judge has to allow. A small embedding keeps a tied
 head from repeating the latest token for ever. The scores of experts lie far apart, so that the last of
 those that are chosen weigh little: rounding may choose others."""
-GAINS_OF = {"GptOss": {"experts.down_proj": 0.4, "q_proj": 0.9, "k_proj": 0.9}}
+GAINS_OF = {
+    "GptOss": {"experts.down_proj": 0.4, "q_proj": 0.9, "k_proj": 0.9},
+    "Gemma4": {"router.proj": 16.0},
+}
 """Gains of one architecture alone. The activation of gpt-oss's experts makes larger numbers than others do, and its
-rotations have a magnitude above 1."""
+rotations have a magnitude above 1. Gemma 4 divides what its router reads by the root of its width."""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5000.0,
@@ -104,6 +107,21 @@ LATENT: dict[str, Any] = {
     "routed_scaling_factor": 0.5,  # by experts that rounding chooses instead of others, little changes
 }
 """Sizes of models with latent attention, whose heads are of other sizes than their vectors in the cache."""
+GEMMA4: dict[str, Any] = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "final_logit_softcapping": 20.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+"""Sizes of models whose layers with a window and without have heads of different sizes, and in small models share keys
+and values."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3": ("Llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 1, "head_dim": 128}),
     "smollm2": (
@@ -301,6 +319,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 20.0,
         },
     ),
+    "gemma4": ("Gemma4", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4 experts": (
+        "Gemma4",
+        GEMMA4
+        | {
+            "head_dim": 64,
+            "global_head_dim": 128,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 4,  # all always chosen: with more, a near tie moves much
+            "top_k_experts": 4,
+            "moe_intermediate_size": 88,
+        },
+    ),
+    "gemma4 small": (
+        "Gemma4",
+        GEMMA4
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "num_key_value_heads": 1,
+            "hidden_size_per_layer_input": 64,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -345,17 +389,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("Arcee", {}),  # without native code, as is the next
     "olmo": ("Olmo", {"clip_qkv": 4.0}),
 }
-CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
+CLASSES = {
+    "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
+    "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "Gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
+}
 """Names of a configuration and a model that do not follow from the architecture's."""
 
 
 def kv_bytes(folder: Path, pages: int) -> int:
     """Bytes of so many pages of 16 tokens in bfloat16."""
     config = transformers.AutoConfig.from_pretrained(folder)
+    if config.model_type == "gemma4_text":
+        return pages * PAGE * sum(map(_gemma4_elements, _storing(config))) * 2
     if (latent := getattr(config, "kv_lora_rank", None)) is not None:
         return pages * PAGE * config.num_hidden_layers * (latent + config.qk_rope_head_dim) * 2
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return pages * PAGE * config.num_hidden_layers * 2 * kv_heads(config) * head_dim * 2
+
+
+def _storing(config: Any) -> list[Any]:
+    """The attentions of a Gemma 4 that store keys and values."""
+    own = config.num_hidden_layers - (config.num_kv_shared_layers or 0)
+    return [layer.self_attn for layer in transformers.Gemma4ForCausalLM(config).model.layers[:own]]
+
+
+def _gemma4_elements(attention: Any) -> int:
+    return 2 * int(attention.k_proj.out_features)
 
 
 def kv_heads(config: Any) -> int:
@@ -363,6 +423,8 @@ def kv_heads(config: Any) -> int:
     if config.model_type == "falcon":
         return int(config.num_kv_heads) if config.new_decoder_architecture else 1
     has_as_many = config.model_type in ("gpt2", "opt", "gpt_neox")
+    if config.model_type == "gemma4_text":  # of layers with a window; those without may have others
+        return int(config.to_dict()["num_key_value_heads"])
     return int(config.num_attention_heads if has_as_many else config.num_key_value_heads)
 
 
@@ -373,10 +435,14 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
     config = getattr(transformers, kind)(**(SIZES | changes))
     model = getattr(transformers, of_model)(config).eval()
     for name, parameter in model.named_parameters():
-        if ("norm" in name or "ln_" in name) and "bias" not in name:
+        if name.endswith("per_expert_scale"):
+            torch.nn.init.uniform_(parameter, 0.1, 2.0)
+        elif ("norm" in name or "ln_" in name or name.endswith("scale")) and "bias" not in name:
             is_last = name in ("model.norm.weight", "transformer.ln_f.weight", "model.decoder.final_layer_norm.weight")
             scale = 5.0 if is_last and config.tie_word_embeddings else 1.0
-            left_out = 1.0 if architecture.startswith("Gemma") else 0.0
+            if architecture == "Gemma4" and name.endswith(("q_norm.weight", "k_norm.weight")):
+                scale = 1.1 * len(parameter) ** -0.25  # scores have no other factor
+            left_out = 1.0 if architecture.startswith("Gemma") and architecture != "Gemma4" else 0.0
             torch.nn.init.normal_(parameter, scale - left_out, 0.2 * scale)
         elif "bias" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.05 if "v_proj" in name else 0.2)
@@ -386,9 +452,13 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
             is_turned = (architecture == "GPT2" and ".h." in name) or (architecture == "GptOss" and ".experts." in name)
             inputs = parameter.shape[-2 if is_turned else -1]  # which are stored [in, out]
             torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(inputs))
+            if architecture == "Gemma4" and name.endswith(("k_proj.weight", "v_proj.weight")):
+                parameter.data[: len(parameter) // 2].mul_(3.0)  # so that norms of heads count
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:  # further apart than scores are, so that rounding chooses no other experts
             buffer.copy_(1.25 * 2.0 ** torch.randperm(len(buffer)))
+        elif name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.7, 1.2)
     return model
 
 

@@ -84,7 +84,7 @@ def test_outputs_are_worth_judging(roomy: dict[str, list[Output]]) -> None:
     assert sum(len(set(tokens)) for tokens in outputs) >= 4 * len(outputs)
 
 
-@pytest.mark.parametrize("name", ["llama 3", "smollm2", "mistral", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama 3", "smollm2", "mistral", "gemma2", "gemma4", "gpt-oss"])
 def test_keys_and_values_in_8_bits(zoo: Zoo, cuda_8_bits: str, name: str) -> None:
     """The margin is then measured against transformers with keys and values rounded to e4m3."""
 

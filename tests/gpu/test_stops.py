@@ -26,9 +26,10 @@ def ask(prompt: list[int], stop_ids: frozenset[int]) -> Request:
 
 def written(runner: Any, page: int) -> list[bool]:
     """For each token of a page whether anything was ever written for it, in a page that was new."""
-    kv = runner._kv
-    if hasattr(kv, "pools"):
-        kv = kv.pools[0][:, :, 1:].transpose(3, 4)  # values; keys lie otherwise in the kernels in C
+    if hasattr(runner, "_kv"):
+        kv = runner._kv.pools[0][:, :, 1:].transpose(3, 4)  # values; keys lie otherwise in the kernels in C
+    else:
+        kv = runner._memory.pools[0]
     return (kv[:, page].float().abs().sum((0, 1, 3, 4)) != 0).tolist()
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from headrace.ops import reference
 from headrace.ops.cpu import pieces
 from headrace.ops.cpu.block import CpuOps
-from headrace.ops.cpu.kv import CpuKv, KvLayout
+from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.products import pack_product
 from headrace.ops.formats import Stored
-from headrace.ops.paged import DecodeGroup, PagedBatch, PrefillRow
+from headrace.ops.paged import DecodeGroup, KvLayout, PagedBatch, PrefillRow
 from headrace.ops.stream import Stream
 
 POSITIONS = 700

@@ -20,7 +20,8 @@ from headrace.ops.cuda.attention.paged import FlashAttention, PlannedDecode, Xqa
 from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.attention.split import SplitDecode
 from headrace.ops.cuda.attention.tile import TileAttention
-from headrace.ops.cuda.fused import DecodeInputs, norm_rope_write, prepare_decode
+from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
+from headrace.ops.cuda.heads import norm_rope_write
 from headrace.ops.paged import UNSCALED, KvScales
 
 GPU = torch.device("cuda")

@@ -15,7 +15,8 @@ from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.even import EvenDecode
 from headrace.ops.cuda.attention.kernels import EvenDecodes
 from headrace.ops.cuda.attention.shape import HeadShape
-from headrace.ops.cuda.fused import DecodeInputs, norm_rope_write
+from headrace.ops.cuda.fused import DecodeInputs
+from headrace.ops.cuda.heads import norm_rope_write
 from headrace.ops.paged import UNSCALED, KvScales
 
 GPU = torch.device("cuda")

@@ -11,14 +11,15 @@ from headrace.ops import reference
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from headrace.ops.cuda.attention.shape import Values
 from headrace.ops.cuda.fused import (
     DecodeInputs,
     activate_mul,
     add_rms_norm,
-    norm_rope_write,
     prepare_decode,
     rms_norm,
 )
+from headrace.ops.cuda.heads import norm_rope_write
 
 GPU = torch.device("cuda")
 PAGE = 16
@@ -107,6 +108,35 @@ def test_norm_rope_write(tokens: int, heads: int, kv_heads: int, dim: int, norm:
     assert torch.equal(flat[others], before.transpose(1, 2).reshape(flat.shape)[others])
     norm_rope_write(qkv, *weights, cos_sin, positions, slots, kv, heads=heads, kv_heads=kv_heads, eps=1e-6)
     assert torch.equal(qkv[:, : heads * dim].reshape(q_out.shape), q_out)
+
+
+@pytest.mark.parametrize(("values", "kinds"), [("normed", 2), ("normed keys", 1), ("stored", 0)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 256), (16, 2, 512), (8, 1, 512)])
+@pytest.mark.parametrize("tokens", [1, 33, 130])
+def test_values_are_normed_as_they_are_stored(
+    tokens: int, heads: int, kv_heads: int, dim: int, values: Values, kinds: int
+) -> None:
+    qkv = 3 * torch.randn(tokens, (heads + kinds * kv_heads) * dim, dtype=torch.bfloat16, device=GPU)
+    angles = torch.rand(500, dim // 2, device=GPU) * 6.28
+    weights = [torch.randn(dim, dtype=torch.bfloat16, device=GPU) for _ in range(2)]
+    positions = torch.randint(0, 500, (tokens,), device=GPU)
+    slots = torch.randperm(20 * PAGE, device=GPU)[:tokens]
+    kv = torch.zeros(20, 2, PAGE, kv_heads, dim, device=GPU, dtype=torch.bfloat16)
+    q_out = poison(tokens, heads, dim)
+    norm_rope_write(
+        qkv, *weights, torch.cat([angles.cos(), angles.sin()], dim=1), positions, slots, kv, heads=heads,
+        kv_heads=kv_heads, eps=1e-6, q_out=q_out, values=values, pdl=True,
+    )  # fmt: skip
+    parts, turns = qkv.cpu().view(tokens, -1, dim), (positions.cpu(), angles.cos().cpu(), angles.sin().cpu())
+    assert error(q_out, reference.rope(reference.rms_norm(parts[:, :heads], weights[0].cpu(), 1e-6), *turns)) < 4e-3
+    flat = kv.transpose(1, 2).reshape(20 * PAGE, 2, kv_heads, dim)
+    if values == "stored":
+        assert not flat.any()
+        return
+    k = reference.rms_norm(parts[:, heads : heads + kv_heads], weights[1].cpu(), 1e-6)
+    assert error(flat[slots, 0], reference.rope(k, *turns)) < 4e-3
+    ones = torch.ones(dim, dtype=torch.bfloat16)
+    assert error(flat[slots, 1], reference.rms_norm(parts[:, -kv_heads:], ones, 1e-6)) < 4e-3
 
 
 def test_prepare_derives_inputs_and_keeps_other_columns() -> None:

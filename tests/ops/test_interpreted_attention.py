@@ -24,7 +24,8 @@ from headrace.ops.cuda.attention.decode import FusedDecode
 from headrace.ops.cuda.attention.grouped import GroupedAttention, GroupedTiling, grouped_tiling
 from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.attention.split import SplitDecode, SplitTiling
-from headrace.ops.cuda.fused import DecodeInputs, norm_rope_write
+from headrace.ops.cuda.fused import DecodeInputs
+from headrace.ops.cuda.heads import norm_rope_write
 from headrace.ops.paged import KvScales
 
 
@@ -197,6 +198,51 @@ def prefill(name, counts, lengths, how):
         start += count
 
 
+def normed(x, weight):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def turned(x, table):
+    low, high = x.chunk(2, -1)
+    cos, sin = table.double()[:, None].chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+def storing(values):
+    # Norms, rotation and storage of what a layer makes, where values are normed, or keys, or another layer's.
+    heads, kv_heads, dim, tokens = 8, 4, 96, 70
+    shown = {"products": 2 * kv_heads, "normed": 2 * kv_heads, "normed keys": kv_heads, "stored": 0}[values]
+    packed = torch.randn(tokens, (heads + shown) * dim).bfloat16() * 3
+    weights = [torch.randn(dim).bfloat16() for _ in range(2)]
+    angles = torch.rand(tokens, dim // 2) * 6.28
+    table = torch.cat([angles.cos(), angles.sin()], 1)
+    slots = torch.randperm(6 * PAGE)[:tokens]
+    slots[3] = -1
+    kv, query = torch.zeros(6, 2, PAGE, kv_heads, dim).bfloat16(), torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
+    norm_rope_write(
+        packed, *weights, table, torch.arange(tokens), slots, kv, heads=heads, kv_heads=kv_heads, eps=1e-6,
+        q_out=query, values=values,
+    )
+    parts = packed.double().view(tokens, -1, dim)
+    close(query, turned(normed(parts[:, :heads], weights[0].double()), table), 2**-8)
+    found = kv.float().transpose(1, 2).flatten(0, 1)
+    if values == "stored":
+        assert not found.any()
+        return
+    keys, made = parts[:, heads : heads + kv_heads], parts[:, -kv_heads:]
+    wanted = turned(normed(keys, weights[1].double()), table), made if values == "products" else normed(made, 1.0)
+    real = slots >= 0
+    for part in range(2):
+        close(found[slots[real], part], wanted[part][real], 2**-8)
+    unused = torch.ones(len(found), dtype=torch.bool)
+    unused[slots[real]] = False
+    assert not found[unused].any()
+
+
+def close(found, wanted, most):
+    assert ((found.double() - wanted).abs() <= most * wanted.abs() + 2**-9).all()
+
+
 tiles_ring, grouped = tiles.PlanRing, sys.modules["headrace.ops.cuda.attention.grouped"]
 grouped.PlanRing = Ring
 names = list(SHAPES)[int(sys.argv[1]) :: int(sys.argv[2])]
@@ -209,6 +255,8 @@ for name in names:
     prefill(name, [1, 16, 50, 3], [1, 40, 130, 65], GroupedTiling(32, 16, 4, 1))
     prefill(name, [70], [75], None)
     print(name, flush=True)
+for values in ("products", "normed", "normed keys", "stored"):
+    storing(values)
 """
 
 
@@ -221,4 +269,4 @@ def test_kernels_of_attention_take_bounds_sinks_windows_and_heads_of_any_size(fi
     command = [sys.executable, "-c", SCRIPT, str(first), "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) >= 3
+    assert len(done.stdout.splitlines()) >= 3  # a line for each shape

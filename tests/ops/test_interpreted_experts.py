@@ -81,11 +81,12 @@ def check_choices():
             assert (logits - truth).abs().max() < 5e-5
             if rows == 16:
                 logits = logits.round()  # equal ones: the lower number comes first
-            want, chosen = route(logits, routing, correction), allocate_choices(rows, routing, CPU)
+            scales = torch.rand(experts) + 0.5 if rows in (3, 17) else None
+            want, chosen = route(logits, routing, correction, scales), allocate_choices(rows, routing, CPU)
             lists = None if rows <= 4 else allocate_lists(rows, routing, 16, torch.zeros(2, dtype=torch.int32))
             numbers = torch.arange(rows, dtype=torch.int32)
             padding = Padding(torch.where(numbers % 5 == 1, 99, numbers), 99) if rows in (3, 17, 65) else None
-            choose(logits[None], routing, correction, chosen, lists, padding=padding)
+            choose(logits[None], routing, correction, chosen, lists, scales_X=scales, padding=padding)
             real = numbers >= 0 if padding is None else padding.rows_N != 99
             assert torch.equal(chosen.ids_NK[real], want.ids_NK[real]) and (chosen.ids_NK[~real] == -1).all()
             assert (chosen.weights_NK - want.weights_NK)[real].abs().max() < 2e-6 * routing.scale
@@ -109,10 +110,24 @@ def spread(rows, experts, how):
     return x, router
 
 
-def run(x, weights, padding=None, arch="sm_90"):
+def run(x, weights, padding=None, arch="sm_90", routed=None):
     out = torch.full((len(x), weights.down.shape[0]), torch.nan, dtype=torch.bfloat16)
-    RUNS[arch][len(x) <= 4].run(x, weights, out, padding)
+    RUNS[arch][len(x) <= 4].run(x, x if routed is None else routed, weights, out, padding)
     return out
+
+
+def check_routed(ups, downs):
+    # A router with an input of its own, and factors of experts.
+    for rows in (2, 9):
+        x, router = torch.randn(rows, 72).bfloat16(), split_router(torch.randn(6, 72))
+        routed, scales = torch.randn(rows, 72).bfloat16(), torch.rand(6) + 0.5
+        routing = Routing(6, 3, renormalise=True)
+        weights = ExpertWeights(routing, router, None, None, ups, downs, "gelu_tanh", None, None, scales)
+        logits = (routed.double() @ weights.router_XE.double().T).float()
+        ids, shares = route(logits, routing, scales_X=scales)
+        truth = mixed(x.double(), ids, shares.double(), weights)
+        out = run(x, weights, routed=routed)
+        assert ((out - truth).abs().amax(1) / truth.abs().amax(1)).max() < 2**-7
 
 
 def check_sums(x, weights, most, arch="sm_90", coded=False):
@@ -148,6 +163,7 @@ def check_dense():
     places = {each.parts["values"].data_ptr() for each in downs}
     downs = arena_of(downs, torch.bfloat16)
     assert downs.first.data_ptr() in places, "weights that are equally far apart stay where they are"
+    check_routed(ups, downs)
     biases = torch.randn(experts, 2 * size), torch.randn(experts, hidden)
     ways = [("silu", "any"), ("gelu_tanh", "one"), ("clamped_swiglu", "each")]
     for number, rows in enumerate((1, 2, 3, 7, 16, 64, 65)):

@@ -93,8 +93,10 @@ def test_decodes_attend_by_the_kernels_that_the_constants_chose(
     xqa = arch == "sm_90"
 
     def by_hand(rows: int, context: int) -> str:
+        if head_dim == 96:
+            return "split"
         if rows <= 4 and rows * context <= 4096:
-            return "fused" if head_dim in (64, 128, 256) else "fa2"
+            return "fused"
         if even and rows >= (8 if fp8 else 4):
             return "even"
         return "xqa" if xqa and (fp8 or rows < 4) else "fa2"
@@ -125,6 +127,7 @@ def test_prefills_attend_by_tiles_where_they_can() -> None:
         (HeadShape(heads=16, kv_heads=8, head_dim=64), "sm_90", "fa3"),
         (HeadShape(heads=16, kv_heads=8, head_dim=128, window=100), "sm_90", "fa3"),
         (HeadShape(heads=16, kv_heads=8, head_dim=128, kv_dtype=torch.float8_e4m3fn), "sm_90", "fa2"),
+        *((HeadShape(heads=16, kv_heads=8, head_dim=size), "sm_90", "grouped") for size in (80, 96, 512)),
     ]
     for shape, arch, wanted in cases:
         able, refused = resolve_prefill(PREFILLS, shape, Arch.named(arch))

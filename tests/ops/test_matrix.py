@@ -218,6 +218,7 @@ def attended(heads: int, kv_heads: int, head_dim: int, **more: Any) -> Callable[
         from headrace.ops.cuda.attention.kernels import FusedDecodes, SplitDecodes
         from headrace.ops.cuda.attention.registry import DecodeRoom
         from headrace.ops.cuda.attention.shape import HeadShape
+        from headrace.ops.cuda.heads import norm_rope_write
         from headrace.ops.paged import UNSCALED
 
         shape = HeadShape(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **more)
@@ -232,6 +233,16 @@ def attended(heads: int, kv_heads: int, head_dim: int, **more: Any) -> Callable[
             packed, table = empty(rows, (heads + 2 * kv_heads) * head_dim), empty(99, head_dim, dtype=torch.float32)
             fused: Any = FusedDecodes().open(shape, inputs, room)
             fused.attention.run(packed, None, None, table, kv, inputs, q, UNSCALED, sinks, eps=1e-6, pdl=chip.pdl)
+        if shape.values != "products":
+            for values, kinds in (("normed", 2), ("normed keys", 1), ("stored", 0)):
+                packed, table = (
+                    empty(rows, (heads + kinds * kv_heads) * head_dim),
+                    empty(99, head_dim, dtype=torch.float32),
+                )
+                norm_rope_write(
+                    packed, empty(head_dim), empty(head_dim), table, inputs.positions_B, inputs.slots_B, kv,
+                    heads=heads, kv_heads=kv_heads, eps=1e-6, q_out=q, values=values, pdl=chip.pdl,
+                )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grouped, "PlanRing", Pinless)
             prefill = grouped.GroupedAttention(shape, meta, shared_bytes=chip.arch.shared_bytes)
@@ -245,7 +256,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "gpt-oss": {"heads": 64, "kv_heads": 8, "head_dim": 64, "window": 128, "has_sinks": True},
     "gemma-2-9b": {"heads": 16, "kv_heads": 8, "head_dim": 256, "cap": 50.0},
     "phi-2": {"heads": 32, "kv_heads": 32, "head_dim": 80},
-    "gemma 4": {"heads": 32, "kv_heads": 4, "head_dim": 512},
+    "gemma 4": {"heads": 32, "kv_heads": 4, "head_dim": 512, "values": "normed keys"},
     "falcon-7b": {"heads": 71, "kv_heads": 1, "head_dim": 64},
     "gpt-oss, 8 bits": {
         "heads": 64, "kv_heads": 8, "head_dim": 64, "has_sinks": True, "kv_dtype": torch.float8_e4m3fn,

@@ -90,7 +90,8 @@ def test_each_family(family: str, tmp_path: Path) -> None:
     assert (facts.shape.heads, facts.shape.kv_heads) == (config.num_attention_heads, kv_heads(config))
     assert {part.format for part in facts.stored} == {"bfloat16"}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    buffers = sum(2 * each.numel() for name, each in model.named_buffers() if "correction_bias" in name)
+    stored = ("correction_bias", "layer_scalar")
+    buffers = sum(2 * each.numel() for name, each in model.named_buffers() if name.endswith(stored))
     assert facts.stored_bytes == sum(parameter.nbytes for parameter in model.parameters()) + buffers
 
 

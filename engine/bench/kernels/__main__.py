@@ -21,7 +21,7 @@ from headrace.engine.bench.kernels.layers import chain
 from headrace.engine.bench.kernels.lora import lora, lora_sweep
 from headrace.engine.bench.kernels.tilings import gated_sweep, linear_sweep, products, vector_sweep
 from headrace.engine.bench.kernels.timing import PAGE, SHAPES, Bench, copies, decode_inputs, random
-from headrace.ops.cuda import fused
+from headrace.ops.cuda import fused, heads
 from headrace.ops.cuda.attention.decode import FusedDecode
 from headrace.ops.cuda.attention.even import EvenDecode
 from headrace.ops.cuda.attention.paged import FlashAttention, PlannedDecode, XqaDecode
@@ -106,7 +106,7 @@ def rotary(bench: Bench) -> None:
                 bench.time(
                     lambda: (
                         [
-                            fused.norm_rope_write(
+                            heads.norm_rope_write(
                                 qkv,
                                 norm,
                                 norm,
@@ -233,7 +233,7 @@ def fused_decoding(bench: Bench) -> None:
 
             def two() -> None:
                 for kv in layers:
-                    fused.norm_rope_write(
+                    heads.norm_rope_write(
                         qkv,
                         norm,
                         norm,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.bench.kernels.timing import PAGE, SHAPES, Bench, Shape, decode_inputs, random
-from headrace.ops.cuda import fused
+from headrace.ops.cuda import fused, heads
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.decode import FusedDecode
 from headrace.ops.cuda.attention.even import EvenDecode
@@ -82,7 +82,7 @@ class _Chain:
             out = self.o.view(self.rows, -1)
             self.small.run(self.qkv, self.norm, self.norm, self.table, kv, self.inputs, out, eps=_EPS, pdl=True)
             return
-        fused.norm_rope_write(
+        heads.norm_rope_write(
             self.qkv, self.norm, self.norm, self.table, self.inputs.positions_B, self.slots, kv,
             heads=s.heads, kv_heads=s.kv_heads, eps=_EPS, q_out=self.q, pdl=True,
         )  # fmt: skip

@@ -119,7 +119,7 @@ class _Layers:
         for number, layer in enumerate(self.layers):
             qkv, o, gate_up, down = (self.ops.pack(Stored.from_dense(weight), None) for weight in layer)
             after = norm if number + 1 < len(self.layers) else None
-            x, total = ops.attend(stream, norm, qkv, None, self.step, self.kv, number)
+            x, total = ops.attend(stream, norm, qkv, None, self.step, tuple(self.kv), number)
             stream = ops.add(x, o, total, norm, number, "o")
             x, total = ops.feed(stream, norm, gate_up, number)
             stream = ops.add(x, down, total, after, number, "down")

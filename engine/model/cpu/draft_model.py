@@ -14,11 +14,11 @@ from typing import Final
 import torch
 
 from headrace.engine.model.cpu.heads import DraftAsk
-from headrace.engine.model.cpu.operations import kv_layout
 from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.drafting.filled import FilledPages
 from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.shared.host_pool import HostPool
+from headrace.engine.model.shared.kv_layout import kv_layout
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.plan import Capacity, StepPlan, Work

@@ -9,13 +9,14 @@ import torch
 
 from headrace.engine.model.cpu.heads import CpuDraftHead
 from headrace.engine.model.cpu.kept import kept_head_parts
-from headrace.engine.model.cpu.operations import cpu_ops, kv_layout
+from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.cpu.rows import CpuRows
 from headrace.engine.model.cpu.runner import CpuDecoder
 from headrace.engine.model.drafting.heads.loading import describe_head
 from headrace.engine.model.drafting.heads.source import HeadSource
 from headrace.engine.model.drafting.heads.spec import MedusaSpec
 from headrace.engine.model.network.decoder import Decoder
+from headrace.engine.model.shared.kv_layout import kv_layout
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.stats import WeightPart
 from headrace.ops.cpu.block import CpuOps

@@ -15,16 +15,15 @@ from torch import Tensor
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.network.rotation import growth_table, rotation_table
-from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, Paged, SinkAttention, SoftcappedAttention
+from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec, SinkAttention, SoftcappedAttention
 from headrace.ops.cpu.block import CpuOps
-from headrace.ops.cpu.kv import KvLayout, PageShape
 from headrace.ops.cpu.latents import LatentPages, NativeLatentOps, TorchLatentOps
 from headrace.ops.cpu.native.block import NativeOps
 from headrace.ops.cpu.native.library import Context
 from headrace.ops.cpu.products import PRODUCTS, CpuKernel
 from headrace.ops.cpu.scores import Weigh
 
-__all__ = ["Variants", "cpu_ops", "kv_layout"]
+__all__ = ["Variants", "cpu_ops"]
 
 Variants: TypeAlias = Mapping[str, Callable[[Attention], Weigh]]
 """For each `Attention.scores` beside softmax, a function that returns how the scores of an attention become weights."""
@@ -131,15 +130,6 @@ def _attentions(spec: DecoderSpec) -> Iterator[Attention]:
         if not isinstance(mixer, Attention):
             refuse(spec.architecture, "the mixer of a layer", mixer, "attention")
         yield mixer
-
-
-def kv_layout(spec: DecoderSpec, ops: Mapping[MixerSpec, CpuOps]) -> KvLayout:
-    """Return where the layers of a model keep keys and values, by the operations of each kind of mixer."""
-    found = list[PageShape | int]()
-    for layer in spec.layers:
-        source = layer.mixer.state.source if isinstance(layer.mixer.state, Paged) else None
-        found.append(ops[layer.mixer].page_shape if source is None else source)
-    return KvLayout.of(found)
 
 
 def _latent_ops(

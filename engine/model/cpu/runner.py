@@ -17,13 +17,13 @@ from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.draft_model import CpuDraftModel
 from headrace.engine.model.cpu.drafts import CpuDrafts, verify
 from headrace.engine.model.cpu.heads import LoadHead, last_places
-from headrace.engine.model.cpu.operations import kv_layout
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
 from headrace.engine.model.drafting.ngram import Drafter
 from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.shared.host_pool import HostPool
+from headrace.engine.model.shared.kv_layout import kv_layout
 from headrace.engine.model.shared.memory import free_host_bytes, return_freed_memory
 from headrace.engine.model.shared.plan_thread import PlanStep, PlanThread
 from headrace.engine.model.shared.results import step_result

@@ -12,10 +12,11 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.checkpoint.weights import Source, describe_weights
 from headrace.engine.model.cpu.kept import kept_parts
-from headrace.engine.model.cpu.operations import cpu_ops, kv_layout
+from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.device import Limits, fit
+from headrace.engine.model.shared.kv_layout import kv_layout
 from headrace.engine.model.shared.memory import free_host_bytes
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity

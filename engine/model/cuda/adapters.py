@@ -303,11 +303,13 @@ def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:
     """Return every (layer, site) of a model; `embed` and `head` are sites of layer -1."""
     sites = {
         (layer, site): LoraSite(
-            module_row(layer, modules[0]), shape.size(modules[0])[0], tuple(shape.size(module)[1] for module in modules)
+            module_row(layer, modules[0]),
+            shape.size(modules[0], layer)[0],
+            tuple(shape.size(module, layer)[1] for module in modules),
         )
         for layer in range(shape.num_layers)
         for site in SITES
-        if (modules := shape.modules(site))
+        if (modules := shape.modules(site, layer)) and shape.size(modules[0], layer)[0]
     }
     rows = shape.num_layers * len(MODULES) + 2
     for name, row in (("embed", rows + EMBED), ("head", rows + HEAD)):

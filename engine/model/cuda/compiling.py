@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, DecodeKernel, resolve_decode
 from headrace.ops.cuda.attention.shape import HeadShape
 
-__all__ = ["compiles", "ways", "ways_together"]
+__all__ = ["compiles", "ways", "ways_of_lines", "ways_together"]
 
 logger = logging.getLogger("headrace.engine")
 
@@ -33,19 +33,39 @@ def compiles(builds: Iterable[Callable[[], object]], without: str) -> bool:
 
 def ways(
     kernels: Sequence[DecodeKernel], shapes: Sequence[HeadShape], arch: Arch, attention: str
-) -> tuple[DecodeChoice, dict[str, DecodeKernel]]:
-    """Return the choice between ways to attend in decodes that could be compiled, and all that were asked for.
+) -> tuple[dict[Hashable, DecodeChoice], dict[str, DecodeKernel]]:
+    """Return by shape of heads the choice between ways to attend in decodes that could be compiled, and all ways that
+    were asked for.
 
-    All layers of a step attend in one way, which takes the heads of each.
+    Layers that attend alike do so in one way, which takes the shape of each.
     """
+    by_key: dict[Hashable, list[HeadShape]] = {}
+    for shape in shapes:
+        by_key.setdefault(shape.key, []).append(shape)
     named = {each.name: each for each in kernels if attention in ("auto", each.name)}
-    able = [
-        each
-        for each in named.values()
-        if all(each.refuses(shape, arch) is None for shape in shapes)
-        and (attention != "auto" or compiles(each.builds(shapes[0]), f"decodes attend without {each.name!r}, slower"))
-    ]
-    return resolve_decode(able, shapes[0], arch), named
+    found = {}
+    for key, alike in by_key.items():
+        able = [
+            each
+            for each in named.values()
+            if all(each.refuses(shape, arch) is None for shape in alike)
+            and (
+                attention != "auto" or compiles(each.builds(alike[0]), f"decodes attend without {each.name!r}, slower")
+            )
+        ]
+        found[key] = resolve_decode(able, alike[0], arch)
+    return found, named
+
+
+def ways_of_lines(choices: Sequence[DecodeChoice]) -> DecodeChoice:
+    """Return the choice between ways for lines, several of which may be of one row: all layers attend in one way.
+
+    Args:
+        choices: The choices of layers whose heads have one shape but for their windows.
+    """
+    names = set.intersection(*({kernel.name for kernel, _ in each.ways} for each in choices))
+    first = choices[0]
+    return first._replace(ways=tuple(each for each in first.ways if each[0].name in names and not each[0].stores))
 
 
 def ways_together(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace.engine.concurrency.garbage import not_collected
 from headrace.engine.errors import DeviceUnavailable
 from headrace.engine.model.cuda.adapters import NO_USE, AdapterUse, CudaBank
-from headrace.engine.model.cuda.compiling import ways, ways_together
+from headrace.engine.model.cuda.compiling import ways, ways_of_lines, ways_together
 from headrace.engine.model.cuda.decodes import Decodes, Planned
 from headrace.engine.model.cuda.drafting.drafts import CudaDrafts, depths
 from headrace.engine.model.cuda.operations import CudaDecoder
@@ -31,7 +31,7 @@ from headrace.engine.model.cuda.steps import is_lost
 from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.model.spec import MixerSpec
 from headrace.ops.cuda.attention.registry import DecodeKernel, DecodeRoom
-from headrace.ops.cuda.attention.steps import DecodeStep, WholeStep
+from headrace.ops.cuda.attention.steps import CudaKv, DecodeStep, WholeStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.experts.registry import Padding
 from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
@@ -65,7 +65,7 @@ class Key(NamedTuple):
     bucket: int
     """Number of rows that the graph computes."""
     way: str
-    """Way of attention: "fused", "even", "fa2", "xqa" or "split"."""
+    """Way of attention: "fused", "even", "fa2", "xqa" or "split"; of several shapes of heads all, joined by "+"."""
     variant: Variant | None
     """Variant of the choice of tokens; None for a graph that ends with the logits."""
     use: AdapterUse
@@ -122,7 +122,7 @@ class DecodeGraphs:
         ops: Mapping[MixerSpec, CudaOps],
         rows: DeviceRows,
         sampler: RowSampler,
-        kv: Tensor,
+        kv: CudaKv,
         ids: Tensor,
         *,
         max_rows: int,
@@ -151,14 +151,14 @@ class DecodeGraphs:
         self._buckets, self._choice = buckets(max_rows), attention
         self._bucket_of = [next(size for size in self._buckets if size >= rows) for rows in range(max_rows + 1)]
         """Bucket for each number of rows."""
-        self._device = kv.device
+        self._device = kv[0].device
         any_ops = next(iter(ops.values()))
         self._pdl, self._shape, self._chain = any_ops.pdl, any_ops.shape, any_ops.products.room.chain
         shapes = [each.shape for each in ops.values()]
         self._ways, self._kernels = ways(kernels, shapes, any_ops.arch, attention)
-        self._line_ways = self._ways._replace(ways=tuple(each for each in self._ways.ways if not each[0].stores))
+        self._line_ways = ways_of_lines(tuple(self._ways.values()))
         self._depths = [] if drafts is None else depths(drafts.most)
-        self._together = ways_together(self._ways, shapes, any_ops.arch, self._depths)
+        self._together = ways_together(self._line_ways, shapes, any_ops.arch, self._depths)
         lines = max_rows if drafts is None else drafts.lines
         room = partial(DecodeRoom, any_ops.arch, self._device)
         self._room = room(most_rows=self._buckets[-1], pdl=self._pdl)
@@ -244,7 +244,10 @@ class DecodeGraphs:
             return kernel.name, True
         if self._choice != "auto":
             return self._choice, False
-        return (self._line_ways if depth else self._ways).at(bucket * (depth + 1), context).name, False
+        if depth:
+            return self._line_ways.at(bucket * (depth + 1), context).name, False
+        names = [each.at(bucket, context).name for each in self._ways.values()]
+        return names[0] if len(set(names)) == 1 else "+".join(names), False
 
     def _depth(self, bucket: int, wanted: int) -> int:
         """Return the depth of the graph for a step of `bucket` rows with up to `wanted` drafts each."""
@@ -341,7 +344,7 @@ class DecodeGraphs:
             pool, lengths, table = rows.pool_RC, rows.lengths_R, rows.table_RP
             prepare_decode(batch_B, pool, lengths, table, inputs, page_size=self._shape.page_size)
         self._chain.note(_PREPARATION)
-        for step in steps.values():
+        for step in {id(step): step for step in steps.values()}.values():  # mixers share some
             if isinstance(step, DecodeStep):
                 step.attention.deal(inputs)
                 if step.deal is not None:
@@ -377,11 +380,16 @@ class DecodeGraphs:
                 every.tokens_B[:lines], every.positions_B[:lines], every.slots_B[:lines], every.seq_lens_B[:lines],
                 every.pages_BP[:lines], every.tails_B[:lines],
             )  # fmt: skip
-        kernel, inputs = self._kernels[key.way], self._inputs[lines]
+        inputs, names = self._inputs[lines], key.way.split("+")
+        names = names if len(names) > 1 else names * len(self._ways)
         room = self._line_rooms[key.together] if key.depth else self._room
         of_row = key.depth + 1 if key.together else 1
-        steps = {mixer: kernel.open(ops.shape, inputs, room, of_row) for mixer, ops in self._ops.items()}
-        planned = [step.planned for step in steps.values() if isinstance(step, DecodeStep) and step.planned is not None]
+        by_shape = dict[Hashable, DecodeStep | WholeStep]()
+        for shape, name in zip(self._ways, names, strict=True):
+            like = next(each.shape for each in self._ops.values() if each.shape.key == shape)
+            by_shape[shape] = self._kernels[name].open(like, inputs, room, of_row)
+        opened = by_shape.values()
+        planned = [step.planned for step in opened if isinstance(step, DecodeStep) and step.planned is not None]
         if planned:
             self._plans[at] = Planned(lines, planned)
-        self._steps[at] = steps
+        self._steps[at] = {mixer: by_shape[ops.shape.key] for mixer, ops in self._ops.items()}

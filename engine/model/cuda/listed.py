@@ -14,11 +14,10 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights, SublayerWeights, describe_weights
-from headrace.engine.model.experts import ExpertsFeed, down_of, gate_up_of, is_of_expert
+from headrace.engine.model.experts import ExpertsBesideDense, ExpertsFeed, down_of, gate_up_of, is_of_expert
 from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.shared.heads import attention_kinds, head_shape
-from headrace.engine.model.spec import DecoderSpec, DenseFeed
-from headrace.engine.model.value_normed import refuse_normed_values
+from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, MixerSpec
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import DecodeChoice, resolve_decode, resolve_prefill
 from headrace.ops.cuda.attention.shape import HeadShape
@@ -47,6 +46,9 @@ _STEPS: Final[dict[str, tuple[Fusion, ...]]] = {
     "down": ("residual", "plain"),
     "shared_gate_up": ("plain",),
     "shared_down": ("plain",),
+    "own_gate": ("plain",),
+    "own_result": ("plain",),
+    "per_layer": ("plain",),
     "head": ("logits",),
 }
 """What a launch of each product may compute, the most first; a step takes the first that a kernel computes."""
@@ -117,7 +119,7 @@ def list_kernels(
     Raises:
         ModelRejected: No kernel computes the attention of a layer.
     """
-    shapes = _shapes(spec, fp8=fp8)
+    shapes = {shape.key: shape for shape in _shapes(spec, fp8=fp8).values()}.values()
     kernels = kernels.to_latents() if has_latents(spec) else kernels
     lines, refusals = list[Line](), list[Refusal]()
     for what, product in _products(spec, weights, quantize_head).items():
@@ -136,7 +138,8 @@ def list_kernels(
     if has_latents(spec):
         lines.append(Line(_SPLIT, "products of single heads", ("cuBLAS",) * max(1, len(rows))))
     for shape in shapes:
-        of_window = "" if shape.window is None else f", window of {shape.window}"
+        of_window = f", heads of {shape.head_dim}" if len({each.head_dim for each in shapes}) > 1 else ""
+        of_window += "" if shape.window is None else f", window of {shape.window}"
         choice, (prefills, refused) = (
             resolve_decode(kernels.decodes, shape, arch), resolve_prefill(kernels.prefills, shape, arch),
         )  # fmt: skip
@@ -147,22 +150,21 @@ def list_kernels(
     return KernelList(tuple(lines), tuple(_together(refusals)))
 
 
-def _shapes(spec: DecoderSpec, *, fp8: bool) -> list[HeadShape]:
-    """Return the shapes of the different attentions of a model.
+def _shapes(spec: DecoderSpec, *, fp8: bool) -> dict[MixerSpec, HeadShape]:
+    """Return the shapes of the different attentions of a model, by mixer.
 
     Raises:
         ModelRejected: No kernel computes the attention of a layer.
     """
-    refuse_normed_values(spec)
     if has_latents(spec):
         mixer = uniform_latents(spec)
-        return [
-            LatentShape(
+        return {
+            mixer: LatentShape(
                 heads=mixer.heads, latent_dim=mixer.latent_dim, rotated_dim=mixer.rotated_dim, scale=mixer.scale
             )
-        ]  # fmt: skip
+        }  # fmt: skip
     kv_dtype = torch.float8_e4m3fn if fp8 else None
-    return [head_shape(attention, kv_dtype=kv_dtype) for attention in attention_kinds(spec)]
+    return {attention: head_shape(attention, kv_dtype=kv_dtype) for attention in attention_kinds(spec)}
 
 
 def _steps(spec: DecoderSpec, product: _Product) -> tuple[Fusion, ...]:
@@ -176,14 +178,16 @@ def _steps(spec: DecoderSpec, product: _Product) -> tuple[Fusion, ...]:
     unused: set[Fusion] = set()
     if placements != {"pre"}:
         unused |= {"heads", "residual", "factors plain", "factors gated"}
-    if product.name == "qkv" and spec.uniform_attention.has_steps_before_attention:
+    attentions = [kind for kind in spec.mixer_kinds if isinstance(kind, Attention)]
+    if product.name == "qkv" and any(each.has_steps_before_attention for each in attentions):
         unused |= {"norm plain", "heads", "factors plain"}
     if "post" in placements:
         unused |= {"norm plain", "norm gated", "gated"}
     feeds = [layer.feed for layer in spec.layers]
     if all(isinstance(feed, ExpertsFeed) for feed in feeds):
         unused |= {"heads", "factors plain"}
-    if any(isinstance(feed, DenseFeed) and feed.activation != "silu" for feed in feeds):
+    dense = (feed.dense if isinstance(feed, ExpertsBesideDense) else feed for feed in feeds)
+    if any(isinstance(feed, DenseFeed) and feed.activation != "silu" for feed in dense):
         unused |= {"norm gated", "factors gated", "gated"}
     return tuple(fusion for fusion in _STEPS[product.name] if fusion not in unused)
 
@@ -206,20 +210,21 @@ def _products(spec: DecoderSpec, weights: DecoderWeights | None, quantize_head: 
     """Return the different products of the layers and of the output head, by what they are called in the list."""
     if weights is None:
         weights = describe_weights("random", spec, dtype=torch.bfloat16)
-    head_dim = _shapes(spec, fp8=False)[0].head_dim
+    shapes = _shapes(spec, fp8=False)
+    first_dim = shapes[spec.layers[0].mixer].head_dim
     found: dict[str, Counter[_Product]] = {}
     for number in range(len(weights.layers)):
-        layer = weights.layers[number]
+        layer, own_dim = weights.layers[number], shapes[spec.layers[number].mixer].head_dim
         for of_layer in (layer.mixer, layer.feed):
             for name in filterfalse(_is_apart, of_layer.matrices):
+                head_dim = own_dim if name == "qkv" else first_dim  # other products know nothing of heads
                 found.setdefault(name, Counter()).update(dict.fromkeys(_pieces(name, of_layer, head_dim), 1))
+    if weights.per_layer is not None:
+        of_all = SublayerWeights({"per_layer": weights.per_layer.product_XE}, {})
+        found["per_layer"] = Counter([_product("per_layer", of_all, first_dim)])
     if spec.has_head:
-        found["head"] = Counter([_head(weights.head, head_dim, quantize_head)])
-    return {
-        _called(product, count if len(varieties) > 1 else None): product
-        for varieties in found.values()
-        for product, count in varieties.items()
-    }
+        found["head"] = Counter([_head(weights.head, first_dim, quantize_head)])
+    return {_called(product, varieties): product for varieties in found.values() for product in varieties}
 
 
 def _is_apart(name: str) -> bool:
@@ -306,12 +311,15 @@ def _head(weight: Stored, head_dim: int, quantize_head: bool) -> _Product:
     )
 
 
-def _called(product: _Product, layers: int | None) -> str:
+def _called(product: _Product, varieties: Mapping[_Product, int]) -> str:
     """Return the name of a product, with its format if it is quantised, its outputs if they are not all of its layer's,
-    and its number of layers if these differ."""
+    its inputs and outputs if these differ among layers, and its number of layers if anything does."""
+    layers = varieties[product] if len(varieties) > 1 else None
     is_dense = product.shape.kind is None and product.is_unpacked is None
     told = [] if is_dense and layers is None else [product.format]
     told += [f"{product.shape.size_out} outputs"] if product.is_piece else []
+    if len({(each.shape.size_out, each.shape.size_in) for each in varieties if not each.is_piece}) > 1:
+        told += [f"{product.shape.size_in} to {product.shape.size_out}"] if not product.is_piece else []
     told += [] if layers is None else [f"{layers} layer{'s' * (layers != 1)}"]
     return f"{product.name} ({', '.join(told)})" if told else product.name
 

@@ -22,10 +22,10 @@ from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
 from headrace.engine.model.shared.device import BuiltKernels, Device, Limits, fit, within_context
 from headrace.engine.model.shared.gpu_sizes import DTYPE, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
-from headrace.engine.model.shared.heads import head_shape
+from headrace.engine.model.shared.heads import attention_kinds, head_shape
+from headrace.engine.model.shared.kv_layout import kv_layout
 from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
-from headrace.engine.model.value_normed import refuse_normed_values
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.speculation import Ngram
 from headrace.engine.stats import WeightPart
@@ -34,7 +34,7 @@ try:
     from headrace.engine.model.cuda.adapters import CudaBank
     from headrace.engine.model.cuda.drafting.drafts import OpenDrafts, most_lines
     from headrace.engine.model.cuda.drafting.ngram import NgramDrafts
-    from headrace.engine.model.cuda.drafting.opening import CudaHead, HeadOpening
+    from headrace.engine.model.cuda.drafting.opening import CudaHead, HeadOpening, check_drafts
     from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, kinds_of, positions_of
     from headrace.engine.model.cuda.runner import CudaRunner
     from headrace.engine.model.cuda.sleep import Weights
@@ -131,7 +131,7 @@ def _open(
     decoder, ops = loaded.decoder, loaded.ops
     bank = _make_bank(config, spec, ops, limits)
     drafts = _drafts(config) if loaded.head is None else loaded.head.drafts(config)
-    page_bytes = next(iter(ops.values())).page_bytes(spec.num_layers + (0 if drafts is None else drafts.layers))
+    page_bytes = kv_layout(spec, ops, 0 if drafts is None else drafts.layers).page_bytes(kv_dtype(config))
     free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device, kernels, drafts)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
     runner = CudaRunner(
@@ -295,10 +295,9 @@ def checked_arch(config: EngineConfig, spec: DecoderSpec, device: torch.device, 
 
     Raises:
         DeviceUnavailable: The GPU cannot run any model.
-        ModelRejected: The model norms its values, which no kernel computes yet.
+        ModelRejected: No kernel computes the attention of a layer.
         InvalidParams: An option does not fit the model or the device.
     """
-    refuse_normed_values(spec)
     arch = _arch(config, device)
     _check_attention(config, spec, arch, kernels)
     for field, value, limit in (("dtype", config.dtype, "bfloat16"), ("page_size", config.page_size, PAGE_SIZE)):
@@ -333,17 +332,15 @@ def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch, kernel
     if has_latents(spec):
         _check_latents(config)
         return
+    shapes = [
+        head_shape(each, page_size=PAGE_SIZE, dtype=DTYPE, kv_dtype=kv_dtype(config)) for each in attention_kinds(spec)
+    ]
+    if config.speculation is not None:
+        check_drafts(config, shapes, kernels)
     way = config.decode_attention
-    if config.speculation is not None and any(each.name == way and each.stores for each in kernels.decodes):
-        raise InvalidParams(
-            f"decode_attention: {way} attends to one token of a row at a time, and drafts are several; choose auto",
-            field="decode_attention",
-            value=way,
-            limit="auto",
-        )
-    shape = head_shape(spec.uniform_attention, page_size=PAGE_SIZE, dtype=DTYPE, kv_dtype=kv_dtype(config))
-    why = next((kernel.refuses(shape, arch) for kernel in kernels.decodes if kernel.name == way), None)
-    if why is not None:
+    named = [kernel for kernel in kernels.decodes if kernel.name == way]
+    reasons = (kernel.refuses(shape, arch) for kernel in named for shape in shapes)
+    if (why := next(filter(None, reasons), None)) is not None:
         raise InvalidParams(
             f"decode_attention: {way} cannot run here: {why}; auto picks one that can",
             field="decode_attention",

@@ -14,9 +14,9 @@ from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.network.rotation import growth_table, rotation_table
 from headrace.engine.model.shared.heads import attention_kinds, head_shape
-from headrace.engine.model.spec import DecoderSpec, MixerSpec
+from headrace.engine.model.spec import DecoderSpec, MixerSpec, Paged
 from headrace.ops.cuda.arch import Arch
-from headrace.ops.cuda.attention.steps import CudaStep, PrefillStep
+from headrace.ops.cuda.attention.steps import CudaKv, CudaStep, PrefillStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.codes.kinds import Kind
 from headrace.ops.cuda.codes.layout import CodeLayout
@@ -32,7 +32,7 @@ from headrace.ops.paged import KvScales
 
 __all__ = ["CudaDecoder", "cuda_ops", "kinds_of", "positions_of"]
 
-CudaDecoder: TypeAlias = Network[CudaProduct, CudaStep, Tensor]
+CudaDecoder: TypeAlias = Network[CudaProduct, CudaStep, CudaKv]
 
 
 def cuda_ops(
@@ -51,8 +51,8 @@ def cuda_ops(
     """Return the operations of each kind of mixer that `spec` has; `codes` are the kinds of codes of its weights.
 
     Raises:
-        ModelRejected: The layers differ in what the paged cache or the norms need alike, or an attention is a variant
-            that no kernel computes.
+        ModelRejected: The layers differ in what the norms need alike, or an attention is a variant that no kernel
+            computes.
     """
     if has_latents(spec):
         return _latent_ops(spec, page_size, max_positions, dtype, device, arch, kernels, codes)
@@ -64,13 +64,14 @@ def cuda_ops(
         if rope is not None
     }
     products, experts = _products(spec, dtype, kinds[0].head_dim, device, arch, kernels, codes)
+    scales = _scales(spec, kv_scales)
     return {
         attention: CudaOps(
             head_shape(attention, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype),
             cos_sin_PD=rotations[attention.rope, attention.rotary_dim],
             products=products,
             experts=experts,
-            kv_scales=kv_scales,
+            kv_scales=scales,
             early_cos_sin_PD=(
                 None if attention.early_rope is None else rotations[attention.early_rope, attention.rotary_dim]
             ),
@@ -78,6 +79,17 @@ def cuda_ops(
         )
         for attention in kinds
     }
+
+
+def _scales(spec: DecoderSpec, kv_scales: Mapping[int, KvScales]) -> dict[int, KvScales]:
+    """Return the scales by layer, where layers that read the keys and values of another one have that one's."""
+    found = {}
+    for number, layer in enumerate(spec.layers):
+        state = layer.mixer.state
+        stored = number if not isinstance(state, Paged) or state.source is None else state.source
+        if stored in kv_scales:
+            found[number] = kv_scales[stored]
+    return found
 
 
 def _latent_ops(

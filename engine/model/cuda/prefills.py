@@ -6,7 +6,7 @@ run, and never decodes (graphs.py does). Next to read: ops/cuda/block.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from headrace.engine.scheduling.plan import Capacity, Work
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.registry import PrefillKernel, resolve_prefill
 from headrace.ops.cuda.attention.shape import HeadShape
-from headrace.ops.cuda.attention.steps import PrefillAttention, PrefillStep
+from headrace.ops.cuda.attention.steps import CudaKv, PrefillAttention, PrefillStep
 from headrace.ops.cuda.block import CudaOps
 
 __all__ = ["Prefills"]
@@ -100,7 +100,7 @@ class Prefills:
         ops: Mapping[MixerSpec, CudaOps],
         rows: DeviceRows,
         sampler: RowSampler,
-        kv: Tensor,
+        kv: CudaKv,
         capacity: Capacity,
         bank: CudaBank | None = None,
         drafts: CudaDrafts | None = None,
@@ -123,10 +123,14 @@ class Prefills:
         self._decoder, self._rows, self._sampler, self._kv = decoder, rows, sampler, kv
         self._drafter = None if drafts is None else drafts.drafter
         self._bank = bank
-        self._device, self._page_size = kv.device, capacity.page_size
-        self._attention = {
-            mixer: _attention(each.shape, kv.device, each.arch, kernels, pdl=each.pdl) for mixer, each in ops.items()
-        }
+        self._device, self._page_size = kv[0].device, capacity.page_size
+        self._shapes = {mixer: each.shape.key for mixer, each in ops.items()}
+        self._attention: dict[Hashable, PrefillAttention] = {}
+        """Attention by shape of heads."""
+        for each in ops.values():
+            if each.shape.key not in self._attention:
+                made = _attention(each.shape, self._device, each.arch, kernels, pdl=each.pdl)
+                self._attention[each.shape.key] = made
         self.pools = Pools()
         """Rows whose hidden states are wanted; the runner adds new ones."""
         words = 7 * capacity.max_batched_tokens + 8 * capacity.max_rows
@@ -157,10 +161,11 @@ class Prefills:
         pages = [
             rows.pages[work.row, : -(-length // size)].tolist() for work, length in zip(works, lengths, strict=True)
         ]
-        steps = {}
-        for mixer, attention in self._attention.items():
+        by_shape = {}
+        for key, attention in self._attention.items():
             attention.plan(counts, lengths, pages)
-            steps[mixer] = PrefillStep(batch.positions_N, batch.slots_N, attention, given)
+            by_shape[key] = PrefillStep(batch.positions_N, batch.slots_N, attention, given)
+        steps = {mixer: by_shape[key] for mixer, key in self._shapes.items()}
         sampled, reported = len(batch.last_S), len(batch.prompt_P)
         wanted = torch.cat((batch.last_S, batch.prompt_P, batch.pooled_P)) if reported or spans else batch.last_S
         hidden_WE, states = self._hidden(batch, steps, wanted, adapters)

@@ -39,6 +39,7 @@ from headrace.engine.model.cuda.steps import (
     split,
 )
 from headrace.engine.model.latent import has_latents
+from headrace.engine.model.shared.kv_layout import kv_layout
 from headrace.engine.model.shared.memory import borrow_stream, return_device_memory, return_stream, returned_if_short
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.asked import Asked, Sampling
@@ -48,6 +49,7 @@ from headrace.engine.scheduling.shaping import Reporting, Shaping
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.kernels import KERNELS, Kernels
 from headrace.ops.cuda.memory import copies as page_copies
+from headrace.ops.cuda.memory.pools import PoolMemory
 
 __all__ = ["CudaRunner"]
 
@@ -100,9 +102,9 @@ class CudaRunner:
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the stream on which weights were made
         with returned_if_short(self._stream), torch.inference_mode(), self._stream:
             more, most = (0, 0) if speculation is None else (speculation.layers, speculation.most)
-            layers, rows = decoder.spec.num_layers + more, capacity.max_rows
-            self._memory = next(iter(ops.values())).allocate_pages(layers, capacity.num_pages)
-            self._kv = self._memory.kv
+            rows, dtype = capacity.max_rows, next(iter(ops.values())).shape.kv_dtype
+            self._memory = PoolMemory(kv_layout(decoder.spec, ops, more), dtype, capacity.num_pages, device)
+            kv = self._memory.layers
             self._rows = DeviceRows(capacity, self._memory.scratch_page, device, most_words(rows, most))
             chosen = most_lines(rows, most) + rows  # in decodes and prefills
             self._sampler = RowSampler(self._rows, capacity, device, chosen)
@@ -110,15 +112,15 @@ class CudaRunner:
             self._results, self._turn = [Result(chosen) for _ in range(_RESULTS)], 0
             self._ordering = Ordering()
             """Order of the decodes that `launch` enqueues itself."""
-            drafts = speculation and CudaDrafts(speculation, self._rows, self._sampler, capacity, self._kv)
+            drafts = speculation and CudaDrafts(speculation, self._rows, self._sampler, capacity, kv)
             self._graphs = DecodeGraphs(
-                decoder, ops, self._rows, self._sampler, self._kv, self._ids,
+                decoder, ops, self._rows, self._sampler, kv, self._ids,
                 max_rows=rows, attention=attention, bank=bank, drafts=drafts, kernels=kernels.decodes,
             )  # fmt: skip
             self._prefills = Prefills(
-                decoder, ops, self._rows, self._sampler, self._kv, capacity, bank, drafts, kernels=kernels.prefills
+                decoder, ops, self._rows, self._sampler, kv, capacity, bank, drafts, kernels=kernels.prefills
             )
-        self._moves = PageMoves(self._kv, self._stream, device)
+        self._moves = PageMoves(self._memory.pools, self._stream, device)
         self._submitted = 0
         """Number of steps given to the launcher; only `launch` counts them."""
         self._enqueued = 0
@@ -248,7 +250,7 @@ class CudaRunner:
         except torch.AcceleratorError:
             # After a device fault, freeing pinned memory ends the process, so it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
-        del self._kv, self._memory, self._rows, self._sampler, self._ids, self._results
+        del self._memory, self._rows, self._sampler, self._ids, self._results
         del self._graphs, self._prefills, self._bank, self._weights, self._moves
         return_device_memory()
 
@@ -324,7 +326,7 @@ class CudaRunner:
         else:
             step.places = _NOWHERE
             self._rows.flush()
-            page_copies.copy_pages(self._kv, copies)
+            page_copies.copy_pages(self._memory.pools, copies)
         if not prefills:
             return lines
         sampled, more, pooled = self._prefills.run(prefills, self._ids, count)
@@ -363,7 +365,7 @@ class CudaRunner:
             rows.draft(decodes)
         if copies:
             rows.flush()
-            page_copies.copy_pages(self._kv, copies)
+            page_copies.copy_pages(self._memory.pools, copies)
         answer = rows.hand_over()
         if depth:
             step.runs, step.places = RowRuns.of(plan, decodes, answer, depth), np.zeros(plan.size, np.int64)

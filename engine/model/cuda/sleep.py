@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.engine.model.shared.memory import free_host_bytes
-from headrace.ops.cuda.memory.pages import PageMemory
+from headrace.ops.cuda.memory.pools import PoolMemory
 from headrace.ops.cuda.memory.weights import WeightMemory
 
 __all__ = ["Weights"]
@@ -22,7 +22,7 @@ class Weights:
         self._memory = memory
         self._load = load
 
-    def sleep(self, pages: PageMemory, *, keep: bool) -> None:
+    def sleep(self, pages: PoolMemory, *, keep: bool) -> None:
         """Release the memory of pages and parameters; the device must be idle.
 
         Raises:
@@ -34,7 +34,7 @@ class Weights:
         pages.resize(0)
         memory.release(keep=keep)
 
-    def wake(self, pages: PageMemory, num_pages: int) -> None:
+    def wake(self, pages: PoolMemory, num_pages: int) -> None:
         """Restore the parameters and room for `num_pages` pages, or neither.
 
         Raises:

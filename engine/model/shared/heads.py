@@ -8,7 +8,8 @@ import torch
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.spec import Attention, DecoderSpec, SinkAttention, SoftcappedAttention
-from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.engine.model.value_normed import ValueNormedAttention
+from headrace.ops.cuda.attention.shape import HeadShape, Values
 
 __all__ = ["attention_kinds", "head_shape"]
 
@@ -17,16 +18,19 @@ _SCORES: Final = (Attention.scores, SinkAttention.scores, SoftcappedAttention.sc
 
 
 def attention_kinds(spec: DecoderSpec) -> tuple[Attention, ...]:
-    """Return the different attentions of a model's layers.
+    """Return the different attentions of a model's layers, whose heads may differ in number and size.
 
     Raises:
-        ModelRejected: An attention is a variant that no kernel computes, or the same errors as from
-            `DecoderSpec.attention_kinds`.
+        ModelRejected: A layer has no attention, or one that is a variant that no kernel computes.
     """
-    for attention in spec.attention_kinds:
-        if attention.scores not in _SCORES:
-            refuse(spec.architecture, "the scores of a layer's attention", attention.scores, ", ".join(_SCORES))
-    return spec.attention_kinds
+    found: list[Attention] = []
+    for mixer in spec.mixer_kinds:
+        if not isinstance(mixer, Attention):
+            refuse(spec.architecture, "the mixer of a layer", mixer, "attention")
+        if mixer.scores not in _SCORES:
+            refuse(spec.architecture, "the scores of a layer's attention", mixer.scores, ", ".join(_SCORES))
+        found.append(mixer)
+    return tuple(found)
 
 
 def head_shape(
@@ -48,4 +52,14 @@ def head_shape(
         window=attention.window,
         cap=attention.cap if isinstance(attention, SoftcappedAttention) else None,
         has_sinks=isinstance(attention, SinkAttention),
+        values=_values(attention),
     )
+
+
+def _values(attention: Attention) -> Values:
+    """Return where the values come from that a layer stores."""
+    if not isinstance(attention, ValueNormedAttention):
+        return "products"
+    if attention.source is not None:
+        return "stored"
+    return "normed keys" if attention.keys_are_values else "normed"

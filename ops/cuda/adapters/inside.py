@@ -19,7 +19,7 @@ from headrace.ops.stream import Stream
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.attention.steps import CudaStep
+    from headrace.ops.cuda.attention.steps import CudaKv, CudaStep
     from headrace.ops.cuda.block import CudaOps
     from headrace.ops.cuda.products.packed import CudaProduct
     from headrace.ops.stream import HeadNorms
@@ -62,7 +62,7 @@ class CudaInsideOps:
         qkv: CudaProduct,
         head_norms: HeadNorms | None,
         step: CudaStep,
-        kv: Tensor,
+        kv: CudaKv,
         layer: int,
     ) -> tuple[Tensor, Tensor]:
         """Do what `CudaOps.attend` does, with the updates of queries, keys and values."""
@@ -95,7 +95,7 @@ class CudaInsideOps:
         qkv_NX: Tensor,
         head_norms: HeadNorms | None,
         step: CudaStep,
-        kv: Tensor,
+        kv: CudaKv,
         layer: int,
     ) -> Tensor:
         """Do what `CudaOps.attend_with` does."""

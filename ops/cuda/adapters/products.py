@@ -25,7 +25,7 @@ from headrace.ops.stream import Stream
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.ops.cuda.attention.steps import CudaStep
+    from headrace.ops.cuda.attention.steps import CudaKv, CudaStep
     from headrace.ops.cuda.block import CudaOps
     from headrace.ops.cuda.products.packed import CudaProduct
     from headrace.ops.stream import HeadNorms
@@ -109,12 +109,12 @@ class CudaAdapterOps:
         qkv: CudaProduct,
         head_norms: HeadNorms | None,
         step: CudaStep,
-        kv: Tensor,
+        kv: CudaKv,
         layer: int,
     ) -> tuple[Tensor, Tensor]:
         """Do what `CudaOps.attend` does, with the updates of queries, keys and values."""
         place = self._sites[layer, "qkv"]
-        if self._is_one(stream.x_NE, qkv):
+        if self._is_one(stream.x_NE, qkv) and len(place.sizes_out) > 1:
             qkv_NX, total_NE = self._one(stream, norm_E, qkv, place, gated=False)
             qkv_NX = qkv_NX if qkv.bias_O is None else qkv_NX.add_(qkv.bias_O)
         else:
@@ -162,7 +162,7 @@ class CudaAdapterOps:
         qkv_NX: Tensor,
         head_norms: HeadNorms | None,
         step: CudaStep,
-        kv: Tensor,
+        kv: CudaKv,
         layer: int,
     ) -> Tensor:
         """Do what `CudaOps.attend_with` does."""

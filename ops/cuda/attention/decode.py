@@ -263,7 +263,7 @@ class FusedDecode:
         eps: float,
         pdl: bool = False,
     ) -> None:
-        """Enqueue one layer; the arguments are those of `fused.norm_rope_write`, and `out_BX` is `[B, H * D]`.
+        """Enqueue one layer; the arguments are those of `heads.norm_rope_write`, and `out_BX` is `[B, H * D]`.
 
         kernels.py declares what is read before the wait with `pdl`. Head sizes 64, 128, 256.
         """

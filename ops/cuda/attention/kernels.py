@@ -33,6 +33,7 @@ _ACTIVATIONS: Final = frozenset[Thing](("activations",))
 _PLACES: Final = frozenset[Thing](("pages", "lengths", "old keys"))
 DEAL: Final = Launch("the division of pages", overlaps=False, writes=frozenset(("division",)))
 _FUSED_HEADS = (64, 128, 256)
+_FLASH_HEADS = (64, 128, 256)  # of FlashInfer's kernels, as they were run
 _GROUP = 16  # rows of a tile of queries; for 71, as Falcon 7B has, the fused kernel takes 45 s to compile
 _EVEN_TILE = 16  # tokens
 _EVEN_PAGE_BYTES = 64 << 10  # keys and values of one layer: a ring has room for three halves of this
@@ -65,6 +66,11 @@ def _group_refusal(shape: HeadShape) -> str | None:
     return None if group <= _GROUP else f"a key head has {group} query heads, the kernel takes up to {_GROUP}"
 
 
+def _flash_refusal(shape: HeadShape) -> str | None:
+    """Return which heads FlashInfer's kernels take, if not these: others are refused by its compiler, if at all."""
+    return None if shape.head_dim in _FLASH_HEADS else f"heads are of {shape.head_dim}, the kernel takes {_FLASH_HEADS}"
+
+
 def _cap_refusal(shape: HeadShape) -> str | None:
     """Return that the kernel has no bound of scores, if they have one."""
     return None if shape.cap is None else "the kernel does not bound scores"
@@ -83,6 +89,8 @@ class FusedDecodes(_Decode):
 
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
         """Return which heads the kernel takes, if not these."""
+        if shape.values != "products":
+            return "the kernel stores values as they are"
         if shape.head_dim in _FUSED_HEADS:
             return _group_refusal(shape)
         return f"heads are of {shape.head_dim}, the kernel takes {_FUSED_HEADS}"
@@ -143,13 +151,13 @@ class EvenDecodes(_Decode):
         return Launch("attention 'even'", overlaps=pdl, early=early, writes=_ACTIVATIONS)
 
     def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom, lines: int = 1) -> DecodeStep | WholeStep:
-        """Return one for all batch sizes of a window and number of lines, since no two of them run at once."""
+        """Return one for all batch sizes of such heads and number of lines, since no two of them run at once."""
         from headrace.ops.cuda.attention.even import EvenDecode
 
         rows = room.most_rows // lines
         attention = room.keep(
             f"{self.name} {lines}",
-            shape.window,
+            shape.key,
             lambda: EvenDecode(shape, room.device, max_rows=rows, arch=room.arch, pdl=room.pdl, lines=lines),
         )
         return DecodeStep(inputs, attention, self.launch(pdl=room.pdl), DEAL)
@@ -162,7 +170,8 @@ class XqaDecodes(_Decode):
 
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
         """Return which heads the kernel takes, if not these, or what the GPU lacks."""
-        return _cap_refusal(shape) or _sink_refusal(shape) or _group_refusal(shape) or arch.lacks("xqa")
+        why = _cap_refusal(shape) or _sink_refusal(shape) or _flash_refusal(shape) or _group_refusal(shape)
+        return why or arch.lacks("xqa")
 
     def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom, lines: int = 1) -> DecodeStep | WholeStep:
         """Allocate for the rows of `inputs`."""
@@ -177,18 +186,18 @@ class PlannedDecodes(_Decode):
     name = "fa2"
 
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
-        """Return that the kernel has no sinks, if the heads have some."""
-        return _sink_refusal(shape)
+        """Return that the kernel has no sinks, if the heads have some, or which heads it takes."""
+        return _sink_refusal(shape) or _flash_refusal(shape)
 
     def open(self, shape: HeadShape, inputs: DecodeInputs, room: DecodeRoom, lines: int = 1) -> DecodeStep | WholeStep:
-        """Plan for the rows of `inputs`; all windows share floats, and all batch sizes of a window integers."""
+        """Plan for the rows of `inputs`; all heads of a size share floats, and all batch sizes of a shape integers."""
         from headrace.ops.cuda.attention.paged import PlannedDecode
 
         size = PlannedDecode.workspace_bytes(shape, room.most_rows, room.arch)
-        floats = room.keep("fa2 floats", None, lambda: torch.zeros(size, dtype=torch.uint8, device=room.device))
+        floats = room.keep("fa2 floats", size, lambda: torch.zeros(size, dtype=torch.uint8, device=room.device))
         integers = room.keep(
             "fa2 integers",
-            shape.window,
+            shape.key,
             lambda: torch.empty(PlannedDecode.INT_WORKSPACE, dtype=torch.uint8, device=room.device),
         )
         planned = PlannedDecode(shape, inputs, floats, integers)
@@ -259,7 +268,7 @@ class FlashPrefills:
 
     def refuses(self, shape: HeadShape, arch: Arch) -> str | None:
         """Return what both lack, or FA3 alone; FA2 runs on any GPU that the engine opens on."""
-        if (why := _sink_refusal(shape)) is not None:
+        if (why := _sink_refusal(shape) or _flash_refusal(shape)) is not None:
             return why
         if self.name == "fa2":
             return None

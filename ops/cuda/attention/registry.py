@@ -6,7 +6,7 @@ themselves are declared in kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ class DecodeRoom:
     def __init__(self, arch: Arch, device: torch.device, *, most_rows: int, pdl: bool) -> None:
         """Start empty, for batches of up to `most_rows` lines: rows, where these have one each."""
         self.arch, self.device, self.most_rows, self.pdl = arch, device, most_rows, pdl
-        self._kept: dict[tuple[str, int | None], Any] = {}
+        self._kept: dict[tuple[str, Hashable], Any] = {}
 
-    def keep(self, name: str, window: int | None, make: Callable[[], T]) -> T:
-        """Return what was made under a name for an attention window; call `make` the first time."""
-        kept: dict[tuple[str, int | None], T] = self._kept
-        if (name, window) not in kept:
-            kept[name, window] = make()
-        return kept[name, window]
+    def keep(self, name: str, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what was made under a name for a key, such as the sizes of heads; call `make` the first time."""
+        kept: dict[tuple[str, Hashable], T] = self._kept
+        if (name, key) not in kept:
+            kept[name, key] = make()
+        return kept[name, key]
 
     def close(self) -> None:
         """Drop all memory; no graph that uses it may be running."""

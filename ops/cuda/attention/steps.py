@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.fused import DecodeInputs
 
 __all__ = [
-    "ATTENTION", "CudaStep", "DecodeAttention", "DecodeStep", "GivenRows", "PlannedAttention", "PrefillAttention",
-    "PrefillStep", "WholeAttention", "WholeStep",
+    "ATTENTION", "CudaKv", "CudaStep", "DecodeAttention", "DecodeStep", "GivenRows", "PlannedAttention",
+    "PrefillAttention", "PrefillStep", "WholeAttention", "WholeStep",
 ]  # fmt: skip
 
 ATTENTION: Final = Launch("attention", overlaps=False, writes=frozenset(("activations",)))
@@ -152,3 +152,5 @@ class GivenRows(NamedTuple):
 
 
 CudaStep: TypeAlias = DecodeStep | WholeStep | PrefillStep
+CudaKv: TypeAlias = "Sequence[Tensor]"
+"""The paged cache: pages of each layer, `[pages, ...]`."""

@@ -168,6 +168,18 @@ def _within_groups(
 
 
 @triton.jit
+def _weighed(weights, ids, scales, real, SCORE: tl.constexpr, RENORMALISE: tl.constexpr, SCALES: tl.constexpr):
+    """Return the weights of the results of experts, of what was found when these were chosen."""
+    weights = _scores_of(weights, real, "softmax" if SCORE == "softmax_of_chosen" else "none")
+    weights = tl.where(real, weights, 0.0)
+    if RENORMALISE:
+        weights = tl.div_rn(weights, tl.zeros_like(weights) + (tl.sum(weights, axis=1)[:, None] + 1e-20))
+    if SCALES:
+        weights *= tl.load(scales + ids, mask=real & (ids >= 0), other=0.0)
+    return weights
+
+
+@triton.jit
 def _exclusive(counts):
     return tl.cumsum(counts, axis=0) - counts
 
@@ -217,9 +229,10 @@ def _lay_out(lists, column, known, chunks, experts, tile_rows, EXPERTS: tl.const
 
 @triton.jit(do_not_specialize=["rows", "chunks", "tile_rows", "padding_row"])
 def _choose_experts_kernel(
-    logits, correction, row_numbers, chosen, lists, rows, chunks, experts, tile_rows, padding_row, scale, margin,
+    logits, correction, scales, row_numbers, chosen, lists, rows, chunks, experts, tile_rows, padding_row, scale,
+    margin,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, RANKS: tl.constexpr, SCORE: tl.constexpr,
-    RENORMALISE: tl.constexpr, CORRECT: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
+    RENORMALISE: tl.constexpr, CORRECT: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, PADDED_ROWS: tl.constexpr, LISTS: tl.constexpr, BLOCK: tl.constexpr,
     DIVISIONS: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -252,10 +265,7 @@ def _choose_experts_kernel(
         ranks = tl.where(there & real[:, None], number, ranks)
         ids = tl.where(rank[None, :] == number, best[:, None], ids)
         weights = tl.where(rank[None, :] == number, weight[:, None], weights)
-    weights = _scores_of(weights, (rank < K)[None, :], "softmax" if SCORE == "softmax_of_chosen" else "none")
-    weights = tl.where((rank < K)[None, :], weights, 0.0)
-    if RENORMALISE:
-        weights = tl.div_rn(weights, tl.zeros_like(weights) + (tl.sum(weights, axis=1)[:, None] + 1e-20))
+    weights = _weighed(weights, ids, scales, (rank < K)[None, :], SCORE, RENORMALISE, SCALES)
     ids = tl.where(real[:, None], ids, -1)
     spot = row.to(tl.int64)[:, None] * K + rank[None, :]
     inside = (row < rows)[:, None] & (rank < K)[None, :]
@@ -302,6 +312,7 @@ def choose(
     chosen: Choices,
     lists: Lists | None = None,
     *,
+    scales_X: Tensor | None = None,
     padding: Padding | None = None,
     pdl: bool = False,
 ) -> None:
@@ -313,6 +324,7 @@ def choose(
         correction_X: Added to the scores for the choice alone, float32, or None.
         chosen: Output of the choices.
         lists: Output of the lists; None for none.
+        scales_X: Factors of the weights of each expert's results, float32, or None.
         padding: Tokens that are given no experts; None where there are none.
         pdl: Whether to use programmatic dependent launch.
     """
@@ -322,11 +334,13 @@ def choose(
     # What is not used is another tensor, which no kernel reads.
     used = lists or Lists(chosen.ids_NK, chosen.ids_NK, chosen.ids_NK, chosen.ids_NK, 0)
     correction = logits_SNX if correction_X is None else correction_X
+    scales = logits_SNX if scales_X is None else scales_X
     _choose_experts_kernel[(chunks,)](
-        logits_SNX, correction, chosen.ids_NK if padding is None else padding.rows_N, chosen, used,
+        logits_SNX, correction, scales, chosen.ids_NK if padding is None else padding.rows_N, chosen, used,
         rows, chunks, experts, used.rows, 0 if padding is None else padding.row, routing.scale, routing.margin,
         ROWS=size, EXPERTS=padded, K=routing.top_k, RANKS=triton.next_power_of_2(routing.top_k), SCORE=routing.score,
-        RENORMALISE=routing.renormalise, CORRECT=correction_X is not None, GROUPS=routing.groups,
+        RENORMALISE=routing.renormalise, CORRECT=correction_X is not None, SCALES=scales_X is not None,
+        GROUPS=routing.groups,
         PADDED=triton.next_power_of_2(routing.groups), TOP_GROUPS=routing.top_groups,
         TWO=routing.group_score == "top2", PADDED_ROWS=padding is not None, LISTS=lists is not None,
         BLOCK=_BLOCK, DIVISIONS=divisions, SINGLE=chunks == 1, PDL=pdl,

@@ -45,7 +45,7 @@ class ExpertProducts:
             runs = self._runs[shape] = ByRows([(rows, self._ready(kernel)) for rows, kernel in found.spans])
         weights = ExpertWeights(
             experts.routing, split_router(experts.router_XE), experts.router_bias_X, experts.correction_X, up, down,
-            experts.activation, experts.gate_up_bias_XF, experts.down_bias_XE,
+            experts.activation, experts.gate_up_bias_XF, experts.down_bias_XE, experts.scales_X,
         )  # fmt: skip
         return CudaExperts(self, weights, runs)
 
@@ -76,11 +76,8 @@ class CudaExperts:
     def __call__(self, x_NE: Tensor, routed_NE: Tensor | None = None) -> Tensor:
         """Return the weighted sum of the results of each token's experts, and zeros for padding.
 
-        Raises:
-            NotImplementedError: The router reads something else than the experts, which no kernel computes.
+        The router reads `routed_NE`, or what the experts read if that is None.
         """
-        if routed_NE is not None:
-            raise NotImplementedError("no kernel computes a router with an input of its own")
-        out_NE = torch.empty_like(x_NE)
-        self._runs[len(x_NE)].run(x_NE, self.weights, out_NE, self._products.padding)
+        out_NE, routed_NE = torch.empty_like(x_NE), x_NE if routed_NE is None else routed_NE
+        self._runs[len(x_NE)].run(x_NE, routed_NE, self.weights, out_NE, self._products.padding)
         return out_NE

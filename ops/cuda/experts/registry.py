@@ -59,6 +59,8 @@ class ExpertWeights(NamedTuple):
     gate_up_bias_XL: Tensor | None
     """Biases of gates, then of ups, float32 [X, 2F], contiguous."""
     down_bias_XE: Tensor | None
+    scales_X: Tensor | None = None
+    """Factors of the weights of each expert's results, float32."""
 
     @property
     def router_XE(self) -> Tensor:
@@ -78,11 +80,14 @@ class Padding(NamedTuple):
 class ExpertRun(Protocol):
     """Protocol of a kernel that is ready to run on one stream."""
 
-    def run(self, x_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None) -> None:
+    def run(
+        self, x_NE: Tensor, routed_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None
+    ) -> None:
         """Enqueue the sum of the results of each token's experts, times their weights.
 
         Args:
             x_NE: Normed input, contiguous.
+            routed_NE: Input of the router, contiguous, which may be `x_NE`.
             weights: Weights of a layer whose shape the kernel does not refuse.
             out_NE: Output, contiguous; must not overlap the input.
             padding: Tokens that are given no experts, and whose results do not matter; None where there are none.

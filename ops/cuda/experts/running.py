@@ -54,13 +54,15 @@ class _Run:
 class VectorExpertsRun(_Run):
     """Experts of few tokens, each of which reads its own."""
 
-    def run(self, x_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None) -> None:
+    def run(
+        self, x_NE: Tensor, routed_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None
+    ) -> None:
         """Enqueue logits, choices, gates and ups, and the sums of downs."""
         pdl, routing, (up, down) = self._pdl, weights.routing, (weights.gate_up, weights.down)
-        logits_SNX = self._logits(x_NE, weights)
+        logits_SNX = self._logits(routed_NE, weights)
         chosen = allocate_choices(len(x_NE), routing, x_NE.device)
         self._room.chain.note(self._rest)
-        choose(logits_SNX, routing, weights.correction_X, chosen, padding=padding, pdl=pdl)
+        choose(logits_SNX, routing, weights.correction_X, chosen, scales_X=weights.scales_X, padding=padding, pdl=pdl)
         act_PF = torch.empty(chosen.ids_NK.numel(), down.shape[1], dtype=x_NE.dtype, device=x_NE.device)
         in_bytes = [takes_bytes(each.kind, each.shape, self._room.scratch.arch) for each in (up, down)]
         multiply = vector_up if up.kind is None else byte_vector_up if in_bytes[0] else coded_vector_up
@@ -77,10 +79,12 @@ class TileExpertsRun(_Run):
         super().__init__(room)
         self._finished = torch.zeros(2, dtype=torch.int32, device=room.scratch.counters.device)
 
-    def run(self, x_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None) -> None:
+    def run(
+        self, x_NE: Tensor, routed_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None
+    ) -> None:
         """Enqueue logits, choices with their lists, gates and ups, downs, and the sums."""
         pdl, routing, device = self._pdl, weights.routing, x_NE.device
-        logits_SNX = self._logits(x_NE, weights)
+        logits_SNX = self._logits(routed_NE, weights)
         chosen = allocate_choices(len(x_NE), routing, device)
         pairs = chosen.ids_NK.numel()
         arch, both = self._room.scratch.arch, (weights.gate_up, weights.down)
@@ -93,7 +97,10 @@ class TileExpertsRun(_Run):
                 multiply = self._multiply_float4
         lists = allocate_lists(len(x_NE), routing, rows, self._finished)
         self._room.chain.note(self._rest)
-        choose(logits_SNX, routing, weights.correction_X, chosen, lists, padding=padding, pdl=pdl)
+        choose(
+            logits_SNX, routing, weights.correction_X, chosen, lists, scales_X=weights.scales_X, padding=padding,
+            pdl=pdl,
+        )  # fmt: skip
         act_PF = torch.empty(pairs, weights.down.shape[1], dtype=x_NE.dtype, device=device)
         dtype = torch.float32 if len(x_NE) <= _EXACT_ROWS else x_NE.dtype
         results_PE = torch.empty(pairs, out_NE.shape[1], dtype=dtype, device=device)

@@ -9,7 +9,6 @@ import torch
 from headrace.ops.cuda import fused
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.latents.packed import CudaLatents
-from headrace.ops.cuda.memory.pages import PageMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.latents.shape import LatentShape
     from headrace.ops.cuda.products.packed import Products
     from headrace.ops.latents import LatentWeights
+    from headrace.ops.paged import PageShape
 
 __all__ = ["CudaLatentOps"]
 
@@ -46,10 +46,10 @@ class CudaLatentOps(CudaOps):
         super().__init__(shape, cos_sin_PD=cos_sin_PR, products=products, experts=experts)
         self._vectors, self._cos_sin_PR, self._paired = shape, cos_sin_PR, paired
 
-    def allocate_pages(self, num_layers: int, num_pages: int) -> PageMemory:
-        """Return zeroed pages `[layers, pages, T, C + R]`."""
-        shape = self._vectors
-        return PageMemory(num_layers, (shape.page_size, shape.head_dim), shape.kv_dtype, num_pages, self.device)
+    @property
+    def page_shape(self) -> PageShape:
+        """Shape of what a layer keeps in one page: [T, C + R]."""
+        return (self._vectors.page_size, self._vectors.head_dim)
 
     def norm_latents(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
         """Return the RMS norm of latent vectors."""

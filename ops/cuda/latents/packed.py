@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from headrace.ops.cuda.attention.steps import ATTENTION, CudaStep, DecodeStep, PrefillStep, WholeStep
+from headrace.ops.cuda.attention.steps import ATTENTION, CudaKv, CudaStep, DecodeStep, PrefillStep, WholeStep
 from headrace.ops.cuda.hazards import Launch
 from headrace.ops.cuda.latents.running import LatentPrefill
 from headrace.ops.cuda.latents.store import store_latents
@@ -61,7 +61,7 @@ class CudaLatents:
         self._note, self._paired, self._pdl = chain.note, paired, pdl
         self._storage = Launch("the storage of latent vectors", pdl, writes=frozenset(("activations", "new keys")))
 
-    def __call__(self, queries_NHX: Tensor, latents_ND: Tensor, step: CudaStep, kv: Tensor) -> Tensor:
+    def __call__(self, queries_NHX: Tensor, latents_ND: Tensor, step: CudaStep, kv: CudaKv) -> Tensor:
         """Store the tokens' vectors in their pages, attend, and return the values of all heads, [N, H * V]."""
         assert not isinstance(step, WholeStep), "no kernel does all at once"
         plain_NHP, rotated_NHR = queries_NHX.tensor_split((self._keys_HPC.shape[1],), 2)

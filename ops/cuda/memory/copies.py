@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 __all__ = ["copy_pages"]
 
 
-def copy_pages(kv: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+def copy_pages(pools: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
     """Copy pages (source, destination) in all layers; all sources are read before any page is written.
 
     Args:
-        kv: Pages of all layers, [layers, pages, ...], of any dtype.
+        pools: Pages of all layers, [layers, pages, ...] in each pool, of any dtype.
         pairs: Numbers of pages.
     """
     if pairs:
-        source, target = torch.tensor(pairs, dtype=torch.int64).to(kv.device, non_blocking=False).unbind(1)
-        for layer in kv.view(torch.uint8):  # an fp8 cache has no index_copy of its own
-            layer.index_copy_(0, target, layer.index_select(0, source))
+        source, target = torch.tensor(pairs, dtype=torch.int64).to(pools[0].device, non_blocking=False).unbind(1)
+        for pool in pools:
+            for layer in pool.view(torch.uint8):  # an fp8 cache has no index_copy of its own
+                layer.index_copy_(0, target, layer.index_select(0, source))

@@ -1,4 +1,4 @@
-"""`PageMemory`: pages of all layers at addresses that never change, of which as many have memory as are needed.
+"""`PageMemory`: pages of layers at addresses that never change, of which as many have memory as are needed.
 
 Owns a range of the device's addresses and the memory behind it; never reads or writes a key or value. Graphs keep the
 addresses that they were captured with, so that pages can come and go without a new capture.
@@ -13,37 +13,42 @@ import torch
 
 from headrace.ops.cuda.memory.addresses import AddressRange, memory_grain
 
-__all__ = ["PageMemory"]
+__all__ = ["PageMemory", "scratch_after"]
 
 _PIECES = 32  # of a layer's new memory that can be released one by one
 
 
 class PageMemory:
-    """Pages of all layers, and one scratch page for rows that pad a batch."""
+    """Pages of some layers that have one shape, and one scratch page for rows that pad a batch."""
 
     def __init__(
-        self, layers: int, page_shape: Sequence[int], dtype: torch.dtype, num_pages: int, device: torch.device
+        self,
+        layers: int,
+        page_shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        most_pages: int,
+        scratch_page: int,
     ) -> None:
-        """Reserve addresses for as many pages as the whole device could hold, and memory for `num_pages`.
+        """Reserve addresses for `most_pages` pages, and give memory to the scratch page.
 
         Args:
-            layers: Number of layers of the model.
+            layers: Number of layers.
             page_shape: Shape of a page in one layer.
             dtype: Dtype of keys and values.
-            num_pages: Number of pages that have memory at first, as for `resize`.
             device: The GPU.
+            most_pages: Largest number of pages for `resize`.
+            scratch_page: Number of the scratch page, from `scratch_after` of this memory or of another on.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
         """
         self._layers, self._page = layers, math.prod(page_shape) * dtype.itemsize
         self._grain = memory_grain(device)
-        self.most_pages = torch.cuda.mem_get_info(device)[1] // (layers * self._page)
-        """Largest number of pages for `resize`."""
-        below = self._whole(self.most_pages * self._page)
-        self.scratch_page = -(-below // self._page)
-        """Number of the extra page, which always has memory."""
-        self._span = self._whole((self.scratch_page + 1) * self._page)
+        self._most_pages = most_pages
+        below = scratch_page * self._page // self._grain * self._grain
+        self._span = self._whole((scratch_page + 1) * self._page)
         self._ends = [0, self._grain]
         """Ends of the pieces of memory, in bytes, the same in every layer."""
         self._range = AddressRange(layers * self._span, device)
@@ -54,12 +59,11 @@ class PageMemory:
         for size in page_shape:
             strides.append(strides[-1] // size)
         self.kv = self._bytes.view(dtype).as_strided(
-            (layers, self.scratch_page + 1, *page_shape), (self._span // dtype.itemsize, *strides)
+            (layers, scratch_page + 1, *page_shape), (self._span // dtype.itemsize, *strides)
         )
         """Pages, [layers, pages, *page_shape]; only those of the last `resize` and the scratch page have memory."""
         self._clear(*self._ends)
         self._clear(below, self._span)
-        self.resize(num_pages)
 
     def resize(self, num_pages: int) -> None:
         """Give memory to pages 0 .. num_pages - 1; new memory is zero, and pages that stay are unchanged.
@@ -69,8 +73,8 @@ class PageMemory:
         Raises:
             torch.OutOfMemoryError: The device has too little memory; nothing has changed.
         """
-        if num_pages > self.most_pages:
-            raise torch.OutOfMemoryError(f"{num_pages} pages are more than the device's {self.most_pages}")
+        if num_pages > self._most_pages:
+            raise torch.OutOfMemoryError(f"{num_pages} pages are more than the device's {self._most_pages}")
         before, wanted = self._ends[-1], num_pages * self._page
         piece = self._whole((wanted - before) // _PIECES)
         try:
@@ -120,3 +124,12 @@ class PageMemory:
     def _clear(self, start: int, end: int) -> None:
         for layer in range(self._layers):
             self._bytes[layer * self._span + start : layer * self._span + end].zero_()
+
+
+def scratch_after(most_pages: int, page_bytes: int, device: torch.device) -> int:
+    """Return the least number that a scratch page may have behind `most_pages` pages, all of `page_bytes` in a layer.
+
+    Its memory is in units that none of these pages needs.
+    """
+    grain = memory_grain(device)
+    return -(-max(1, -(-most_pages * page_bytes // grain)) * grain // page_bytes)

@@ -178,10 +178,10 @@ def test_choices_of_one_prompt_copy_the_page_that_they_share(
     copies = importlib.import_module("headrace.ops.cuda.memory.copies")
     copy, copied_in = copies.copy_pages, set()
 
-    def copy_pages(kv: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_pages(pools: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
             copied_in.add(threading.current_thread().name)
-        copy(kv, pairs)
+        copy(pools, pairs)
 
     monkeypatch.setattr(copies, "copy_pages", copy_pages)
 
@@ -358,7 +358,7 @@ def test_a_step_waits_for_no_page_on_its_way_out_but_those_it_writes(gpu: Gpu, m
     stream = torch.cuda.Stream(device)
     kv = torch.arange(2 * 40 * 8, dtype=torch.float32).view(2, 40, 8)
     was = kv.clone()
-    moves = importlib.import_module("headrace.engine.model.cuda.moves").PageMoves(kv, stream, device)
+    moves = importlib.import_module("headrace.engine.model.cuda.moves").PageMoves((kv,), stream, device)
     moves.open(20, 40, lambda: None)
     monkeypatch.setattr(stream, "wait_stream", lambda other: waits.append("all"), raising=False)
     monkeypatch.setattr(stream, "wait_event", lambda event: waits.append("those that leave"), raising=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.engine.model.network.decoder import HiddenStates
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Work
-from headrace.ops.cuda.attention.steps import CudaStep
+from headrace.ops.cuda.attention.steps import CudaKv, CudaStep
 from headrace.ops.cuda.fused import DecodeInputs
 
 __all__ = ["CudaDrafter", "Decoded", "Prefilled", "RowTable"]
@@ -37,8 +37,8 @@ class RowTable(NamedTuple):
     """Page numbers of each row, int32."""
     pages: NDArray[np.int32]
     """The same on the host, which its owner keeps up to date."""
-    kv: Tensor
-    """Pages of all layers, [layers, pages, 2, T, K, D]; those of a drafter with layers of its own are the last."""
+    kv: CudaKv
+    """Pages of each layer, [pages, 2, T, K, D]; layers of a drafter's own are the last."""
     most_lines: int
     """Most lines of a decode."""
 

@@ -18,7 +18,7 @@ from headrace.engine.model.cuda.sampling import RowSampler, Variant
 from headrace.engine.model.network.decoder import HiddenStates
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Capacity
-from headrace.ops.cuda.attention.steps import CudaStep
+from headrace.ops.cuda.attention.steps import CudaKv, CudaStep
 from headrace.ops.cuda.drafts.accept import HEAD, Appended, accept, choose_and_accept
 from headrace.ops.cuda.drafts.lines import prepare_lines
 from headrace.ops.cuda.fused import DecodeInputs
@@ -70,7 +70,7 @@ class CudaDrafts:
         rows: DeviceRows,
         sampler: RowSampler,
         capacity: Capacity,
-        kv: Tensor,
+        kv: CudaKv,
     ) -> None:
         """Allocate for the largest step.
 
@@ -79,10 +79,10 @@ class CudaDrafts:
             rows: The row table.
             sampler: The sampler of these rows.
             capacity: Most rows of a step, and the width of the logits.
-            kv: The pages of all layers.
+            kv: The pages of each layer.
         """
         self.most, self._rows, self._sampler, self._capacity = wanted.most, rows, sampler, capacity
-        self._device = device = kv.device
+        self._device = device = kv[0].device
         self.lines = most_lines(capacity.max_rows, self.most)
         """Most lines of a step."""
         pages = rows.table_RP, rows.pages, kv

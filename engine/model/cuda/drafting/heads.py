@@ -20,7 +20,7 @@ from headrace.engine.model.cuda.operations import positions_of
 from headrace.engine.model.drafting.heads.medusa import MedusaHeads
 from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
 from headrace.engine.model.spec import MixerSpec
-from headrace.ops.cuda.attention.steps import CudaStep
+from headrace.ops.cuda.attention.steps import CudaKv, CudaStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.experts.registry import Padding
 from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
@@ -78,7 +78,7 @@ class MedusaDrafter:
 
     taps: Final[tuple[int, ...] | None] = ()
 
-    def __init__(self, heads: MedusaHeads[CudaProduct, CudaStep, Tensor], rows: RowTable, dtype: torch.dtype) -> None:
+    def __init__(self, heads: MedusaHeads[CudaProduct, CudaStep, CudaKv], rows: RowTable, dtype: torch.dtype) -> None:
         """Draft for `rows` by hidden states in `dtype`."""
         self._heads = heads
         self._states = _States(rows, heads.spec.hidden_size, dtype)
@@ -106,7 +106,7 @@ class RecurrentDrafter:
 
     def __init__(
         self,
-        head: RecurrentHead[CudaProduct, CudaStep, Tensor],
+        head: RecurrentHead[CudaProduct, CudaStep, CudaKv],
         ops: Mapping[MixerSpec, CudaOps],
         attention: HeadAttention,
         rows: RowTable,
@@ -119,10 +119,10 @@ class RecurrentDrafter:
             ops: The operations that it was made with.
             attention: The attention of its layer.
             rows: The row table.
-            kv: The pages of the head's layer, [1, pages, 2, T, K, D].
+            kv: The pages of the head's layer, [pages, 2, T, K, D].
         """
         (self._mixer,) = ops
-        self._head, self._ops, self._attention, self._kv = head, ops[self._mixer], attention, kv
+        self._head, self._ops, self._attention, self._kv = head, ops[self._mixer], attention, (kv,)
         self._chain = self._ops.products.room.chain
         self._states = _States(rows, head.spec.block.hidden_size, self._ops.shape.dtype)
         self._page_size = self._ops.shape.page_size

@@ -5,12 +5,11 @@ Next to read: heads.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Self
 
 import torch
-from torch import Tensor
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
@@ -34,19 +33,20 @@ from headrace.engine.model.shared.gpu_sizes import DTYPE, gpu_limits, kv_dtype
 from headrace.engine.model.shared.heads import attention_kinds
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
 from headrace.engine.stats import WeightPart
-from headrace.ops.cuda.attention.steps import CudaStep
+from headrace.ops.cuda.attention.shape import HeadShape
+from headrace.ops.cuda.attention.steps import CudaKv, CudaStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.kernels import Kernels
 from headrace.ops.cuda.products.packed import CudaProduct
 
-__all__ = ["CudaHead", "HeadOpening"]
+__all__ = ["CudaHead", "HeadOpening", "check_drafts"]
 
 
 @dataclass(frozen=True, slots=True)
 class CudaHead:
     """A draft head on a GPU, which may serve several runners one after the other."""
 
-    head: RecurrentHead[CudaProduct, CudaStep, Tensor] | MedusaHeads[CudaProduct, CudaStep, Tensor]
+    head: RecurrentHead[CudaProduct, CudaStep, CudaKv] | MedusaHeads[CudaProduct, CudaStep, CudaKv]
     ops: Mapping[MixerSpec, CudaOps]
     """Operations of the head's layer, or those of the target for a head without one."""
     target: Mapping[MixerSpec, CudaOps]
@@ -69,7 +69,7 @@ class CudaHead:
             return MedusaDrafter(self.head, table, next(iter(self.ops.values())).shape.dtype)
         (ops,) = self.ops.values()
         shape = ops.shape
-        kv = table.kv[-1:].view(*table.kv[-1:].shape[:-2], shape.kv_heads, shape.head_dim)
+        kv = table.kv[-1].view(*table.kv[-1].shape[:-2], shape.kv_heads, shape.head_dim)
         attention = HeadAttention(ops, self.target, table.pages, most_lines=table.most_lines, kernels=self.kernels)
         return RecurrentDrafter(self.head, self.ops, attention, table, kv)
 
@@ -148,6 +148,24 @@ class HeadOpening:
             kernels=kernels,
         )
         return CudaHead(RecurrentHead(spec, weights, ops, decoder, DTYPE), ops, target, kernels)
+
+
+def check_drafts(config: EngineConfig, shapes: Sequence[HeadShape], kernels: Kernels) -> None:
+    """Refuse drafts where layers have heads of several shapes, and a way of decoding that attends to one token.
+
+    Raises:
+        InvalidParams: A GPU verifies no drafts of such layers, or in this way.
+    """
+    if len({(shape.heads, shape.kv_heads, shape.head_dim) for shape in shapes}) > 1:
+        _refuse(config, "a GPU verifies drafts for models whose layers have one shape of heads; a CPU does for any")
+    way = config.decode_attention
+    if any(each.name == way and each.stores for each in kernels.decodes):
+        raise InvalidParams(
+            f"decode_attention: {way} attends to one token of a row at a time, and drafts are several; choose auto",
+            field="decode_attention",
+            value=way,
+            limit="auto",
+        )
 
 
 def _check(config: EngineConfig, source: HeadSource) -> None:
