@@ -6,8 +6,8 @@ themselves are declared in kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.attention.shape import HeadShape
     from headrace.ops.cuda.attention.steps import DecodeStep, PrefillAttention, WholeStep
     from headrace.ops.cuda.fused import DecodeInputs
-    from headrace.ops.cuda.tuning.table import Span
+    from headrace.ops.cuda.tuning.table import Span, Tuning
 
 __all__ = ["DecodeChoice", "DecodeKernel", "DecodeRoom", "PrefillKernel", "resolve_decode", "resolve_prefill"]
 
 T = TypeVar("T")
+
+_TILE: Final = 16  # rows of a tile of the tensor cores
 
 
 class DecodeRoom:
@@ -114,8 +116,7 @@ class DecodeChoice(NamedTuple):
 
 def resolve_decode(kernels: Sequence[DecodeKernel], shape: HeadShape, arch: Arch, lines: int = 1) -> DecodeChoice:
     """Choose the ways to attend in decodes for heads of `shape` and rows of `lines` lines; the first are preferred."""
-    spans = arch.tuning.decode if shape.kv_dtype == shape.dtype else arch.tuning.decode_8_bits
-    spans = spans if lines == 1 else arch.tuning.decode_lines
+    spans = _spans(shape, arch.tuning, lines)
     refused = {each.name: why for each in kernels if (why := each.refuses(shape, arch)) is not None}
     refused |= {
         each.name: f"rows have {lines} lines, the kernel takes {most}"
@@ -128,6 +129,13 @@ def resolve_decode(kernels: Sequence[DecodeKernel], shape: HeadShape, arch: Arch
         if each.name not in spans and each.name not in refused
     }
     return DecodeChoice(tuple((each, spans[each.name]) for each in kernels if each.name not in refused), refused)
+
+
+def _spans(shape: HeadShape, tuning: Tuning, lines: int) -> Mapping[str, tuple[Span, ...]]:
+    """Return the batches for which each way pays, the preferred way first, for rows of `lines` lines."""
+    if lines == 1:
+        return tuning.decode if shape.kv_dtype == shape.dtype else tuning.decode_8_bits
+    return tuning.decode_lines if lines * shape.heads <= _TILE * shape.kv_heads else tuning.decode_many_lines
 
 
 def resolve_prefill(

@@ -52,10 +52,8 @@ H200: Final = Tuning(
         "fa2": (Span(ANY),),
         "split": (Span(ANY),),
     },
-    decode_lines={  # not measured
-        "even": (Span(range(4, ANY.stop)),),
-        "split": (Span(range(1, 4), _MORE_TOKENS), Span(range(4, ANY.stop))),
-    },
+    decode_lines={"even": (Span(range(4, ANY.stop)),), "split": (Span(ANY),)},
+    decode_many_lines={"even": (), "split": (Span(ANY),)},
     fused_programs=256,
     fused_splits=32,
     latent_programs=3 * 132,  # not measured

@@ -89,7 +89,9 @@ class Tuning:
     """The same with a cache of 8 bits."""
     decode_lines: Mapping[str, tuple[Span, ...]]
     """Batches of rows with several lines for which a way pays that attends for all of these at once; in others, lines
-    are rows of their own."""
+    are rows of their own. For up to 16 query heads of all lines and a key head, a tile of the tensor cores."""
+    decode_many_lines: Mapping[str, tuple[Span, ...]]
+    """The same for more."""
     fused_programs: int
     """Number of programs of attention in decodes of few rows."""
     fused_splits: int
