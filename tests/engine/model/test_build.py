@@ -99,7 +99,7 @@ def test_more_than_the_machine_has_is_refused_before_the_weights_are_loaded(
     tiny = opened(folder).info.weight_bytes
     monkeypatch.setattr("headrace.engine.model.cpu.sizing.free_host_bytes", lambda: tiny + 4 * PAGE)
     assert opened(folder, kv_memory=4 * PAGE).capacity.num_pages == 4
-    monkeypatch.delattr("headrace.engine.model.cpu.opening.open_weights")
+    monkeypatch.delattr("headrace.engine.model.cpu.loading.open_weights")
     with pytest.raises(InvalidParams, match=str(4 * PAGE)) as caught:
         opened(folder, kv_memory=5 * PAGE)
     assert (caught.value.field, caught.value.value, caught.value.limit) == ("kv_memory", 5 * PAGE, 4 * PAGE)
