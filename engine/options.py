@@ -94,7 +94,7 @@ class EngineOptions(VllmNames, total=False):
     """Keep the pages of past prompts and completions for requests that start the same way. Default: True."""
     speculation: str | Speculation | None
     """How to guess tokens, several of which a step then verifies at once, such as `Ngram(k=4)`, "ngram:k=4",
-    `DraftModel("path/to/model")` or `Eagle("path/to/head")`; answers stay the same. On a CPU. docs/speculation.md has
+    `DraftModel("path/to/model")` or `Eagle("path/to/head")`; answers stay the same. docs/speculation.md has
     more. Default: None."""
     policy: str | Mapping[str, Any] | Policy
     """Who is served first: a name, `{"name": "fair_share", "weights": {"a": 2.0}}`, or a `Policy` of the application's

@@ -159,10 +159,11 @@ def byte_tile_products(
 
 
 def byte_tiling(rows: int, arch: Arch, *, coded: bool) -> ExpertTiling:
-    """Return the division of a product with tiles of `rows` rows, with inputs in codes or not; not measured.
+    """Return the division of a product with tiles of `rows` rows, with inputs in codes or not.
 
     With two warps Triton multiplies by mma.sync instead of wgmma, which converted codes reach by way of registers: it
-    takes some 65 clocks for 16 inputs of 64 lines, longer than memory takes for them.
+    takes some 65 clocks for 16 inputs of 64 lines, longer than memory takes for them. On an H200 layers of
+    Qwen3-30B-A3B gained a sixth to a third by these divisions; others have not been tried.
     """
     if coded:
         lines, warps = (128, 4) if rows <= 64 else (128, 8)
