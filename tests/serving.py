@@ -157,7 +157,11 @@ class Process:
     """A server in a process of its own, run by tests/scripted_server.py; with a `log_level`, its stderr is a pipe."""
 
     def __init__(self, *, signals: Mapping[int, signal.Handlers] | None = None, **settings: Any) -> None:
-        """Start it with these settings, and with what is done about `signals` other than by default."""
+        """Start it with these settings, and with what is done about `signals` other than by default.
+
+        SIGHUP starts at its default, too, since this process may run under nohup, which lets it be ignored.
+        """
+        dispositions = {signal.SIGHUP: signal.SIG_DFL, **(signals or {})}
         script = Path(__file__).with_name("scripted_server.py")
         self.process = subprocess.Popen(
             [sys.executable, str(script), json.dumps(settings)],
@@ -165,7 +169,7 @@ class Process:
             stderr=subprocess.PIPE if "log_level" in settings else None,
             text=True,
             env=os.environ,
-            preexec_fn=lambda: [signal.signal(*each) for each in (signals or {}).items()] and None,
+            preexec_fn=lambda: [signal.signal(*each) for each in dispositions.items()] and None,
         )
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
