@@ -69,6 +69,8 @@ class Swaps:
         elif request.room(size) == request.planned:
             keys, start = self._prefixes.usable(request), request.place.first_page + len(pages)
             end = start + self.host.reach(keys[start:])
+            while end > start and not self._leaves_a_page(request, start, end):
+                end -= 1
             reach = end * size
             # None of the fetched pages may be given back in the plan that fetches it: spills come before fetches.
             self._pool.release(request.place.slide_to(self._window.first_page(reach)))
@@ -98,6 +100,15 @@ class Swaps:
         for request in requests:
             if not lost.isdisjoint(request.place.host_places):
                 self.drop(request)
+
+    def _leaves_a_page(self, request: Request, start: int, end: int) -> bool:
+        """Return whether a page is left to write if pages `start` to `end` of the sequence are fetched.
+
+        The pages that slide out of the window meanwhile are free only if no other request holds them.
+        """
+        place, first = request.place, self._window.first_page(end * self._pool.page_size)
+        freed = sum(self._pool.refs[page] == 1 for page in place.pages[: max(0, first - place.first_page)])
+        return end - max(start, first) < self._pool.available + freed
 
     def _allocate(self, request: Request) -> int:
         page = self._pool.allocate()

@@ -129,3 +129,22 @@ def test_evicted_prefixes_come_back_from_the_host() -> None:
     rig.check_empty()
     assert again.cached == 24 and rig.computed_tokens - before == 2
     assert rig.scheduler.cached_tokens == 24
+
+
+def test_pages_from_the_host_leave_one_to_write_where_others_hold_those_that_slide() -> None:
+    """The first page slides out of the window of the prefix, but is not free before another request lets it go."""
+    rig = Rig(capacity(pages=6, size=2, rows=4, window=8), depth=2, places=20)
+    shared = words(0, 11)
+    for prompt in (shared, words(1, 11)):  # the second takes the pages of the first, which go to the host
+        rig.submit(prompt, 1)
+        rig.run()
+    (ends,) = rig.submit([*shared[:4], 96], 9)
+    rig.launch()
+    rig.finish(ends)
+    (request,) = rig.submit([*shared, *words(2, 14)], 3)
+    plan = rig.launch()
+    assert plan is not None and [row.row for row in plan.new_rows] == [request.row]
+    assert rig.scheduler.swaps.host.used and request.cached == 8, "two pages of the other, two of the host's three"
+    assert [(work.start, work.num_tokens) for work in plan.works] == [(8, 2)]
+    rig.run()
+    rig.check_empty()
