@@ -106,7 +106,7 @@ class Lifespan:
         speculation = None
         if config.speculation is not None:
             padded = opened.info.device != "cpu"  # a graph computes the same lines whatever they hold
-            speculation = Speculation(config.speculation.k, opened.capacity, padded=padded)
+            speculation = Speculation(config.speculation.k, padded=padded)
         scheduler = Scheduler(
             opened.capacity,
             secret=os.urandom(32),

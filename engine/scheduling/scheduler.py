@@ -204,7 +204,7 @@ class Scheduler:
         if self.failures.is_cautious:
             running, complete = self.failures.limit(running)
         if self.speculation is not None:
-            plan.depth = self.speculation.depth(running)
+            plan.depth = self.speculation.depth(running, self.failures.most_tokens)
         prefills = self._planner.plan_decodes(plan, running)
         if prefills or self.roster.waiting:
             self._plan_prefills(plan, prefills, may_start=complete)

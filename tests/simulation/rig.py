@@ -102,7 +102,7 @@ class Rig:
             policy=policy,
             host=HostPages(places),
             itl_target=itl_target,
-            speculation=Speculation(drafts, capacity, choose) if drafts else None,
+            speculation=Speculation(drafts, choose) if drafts else None,
         )
         self.now = 0.0
         """Seconds; whoever drives the rig moves it on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from headrace.engine.scheduling.plan import Capacity, StepPlan
+from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.speculation.depth import DepthRule
@@ -18,7 +18,6 @@ class Speculation:
     def __init__(
         self,
         most: int,
-        capacity: Capacity,
         choose: Callable[[int, int], int] | None = None,
         *,
         padded: bool = False,
@@ -27,7 +26,6 @@ class Speculation:
 
         Args:
             most: Most drafts of a row in one step.
-            capacity: Limits of the device.
             choose: Takes the place of `DepthRule.choose`, for tests.
             padded: Whether the device computes as many tokens for a row without drafts as for others.
         """
@@ -39,15 +37,14 @@ class Speculation:
         self.accepted = 0
         self.accepted_at = [0] * most
         """Number of accepted drafts by their position behind a row's own token."""
-        self._capacity = capacity
         self._choose = choose or self.rule.choose
 
-    def depth(self, running: Sequence[Request]) -> int:
-        """Return the depth of a step with the decodes of `running`, which leaves half of the budget to prompts."""
+    def depth(self, running: Sequence[Request], most_tokens: int) -> int:
+        """Return the depth of a step with the decodes of `running`, which leaves half of `most_tokens` to prompts."""
         contexts = [request.planned for request in running if request.asked.speculates]
         if not contexts:
             return 0
-        fits = (self._capacity.max_batched_tokens - len(running)) // (2 * len(contexts))
+        fits = (most_tokens - len(running)) // (2 * len(contexts))
         return max(0, min(self._choose(len(contexts), sum(contexts) // len(contexts)), fits))
 
     def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:

@@ -238,3 +238,20 @@ def test_one_that_never_finds_memory_is_the_only_one_to_fail(alone: bool) -> Non
     rig.check_empty()
     ends = {request.id: "OutOfMemory" if request is doomed else "length" for request in requests}
     assert rig.ends == ends
+
+
+def test_drafts_are_left_out_where_a_step_with_them_finds_no_memory() -> None:
+    rig = Rig(capacity(budget=16), drafts=4, choose=lambda rows, context: 4)
+    (request,) = rig.submit([1, 2, 3], 40, speculates=True)
+    rig.turn()
+    launch = rig.runner.launch
+
+    def launch_if_small(plan: StepPlan) -> ScriptedStep:
+        if plan.tokens > 2:
+            rig.faults[plan.step] = MemoryError("scripted")
+        return launch(plan)
+
+    rig.runner.launch = launch_if_small  # type: ignore[method-assign]
+    rig.run()
+    rig.check_empty()
+    assert rig.scheduler.failures.retries and rig.ends == {request.id: "length"}
