@@ -16,7 +16,8 @@ from headrace.engine import Completion, Engine, SamplingParams
 from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.speculation import Eagle, Medusa
 
-__all__ = ["ASKED", "HEADS", "PROMPTS", "TOKENS", "always_deep", "ask_all", "chained_folder", "fit", "told"]
+__all__ = ["ASKED", "HEADS", "PROMPTS", "TOKENS", "always_deep", "ask_all", "chained_folder", "fit"]
+__all__ += ["gemma4_folder", "told"]
 
 TOKENS = 257
 
@@ -102,4 +103,25 @@ def chained_folder(folder: Path, family: str = "Llama") -> Path:
         if "o_proj" in name or "down_proj" in name:
             torch.nn.init.zeros_(parameter)
     made.save_pretrained(folder)
+    return folder
+
+
+def gemma4_folder(folder: Path) -> Path:
+    """Gemma 4 with pages of two shapes, layers that read the pages of others, and embeddings of each layer."""
+    import transformers
+
+    chat_folder(folder)
+    torch.manual_seed(5)
+    sizes: dict[str, Any] = {
+        "vocab_size": TOKENS, "vocab_size_per_layer_input": TOKENS, "hidden_size": SIZE, "intermediate_size": 48,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "global_head_dim": 16, "max_position_embeddings": 2048, "sliding_window": 20, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 16,
+        "bos_token_id": None, "eos_token_id": 256, "pad_token_id": None,
+    }  # fmt: skip
+    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**sizes))
+    for name, parameter in model.named_parameters():
+        if "norm" not in name and "scal" not in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(folder)
     return folder

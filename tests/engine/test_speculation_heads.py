@@ -12,7 +12,17 @@ import pytest
 import torch
 from draft_driver import states_of
 from draft_heads import SIZE, Eagle3Head, EagleHead, MedusaHead, MtpHead
-from drafting_engines import ASKED, HEADS, PROMPTS, TOKENS, always_deep, ask_all, chained_folder, fit, told
+from drafting_engines import (
+    ASKED,
+    HEADS,
+    PROMPTS,
+    always_deep,
+    ask_all,
+    chained_folder,
+    fit,
+    gemma4_folder,
+    told,
+)
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tiny_models import chat_folder
@@ -124,27 +134,6 @@ def test_an_engine_drafts_what_the_definition_says(
     assert len(filled) > 50 and len(filled) >= 0.9 * len(drafts)
     for tokens, each in filled[::3]:
         assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each)), tokens
-
-
-def gemma4_folder(folder: Path) -> Path:
-    """Gemma 4 with pages of two shapes, layers that read the pages of others, and embeddings of each layer."""
-    import transformers
-
-    chat_folder(folder)
-    torch.manual_seed(5)
-    sizes: dict[str, Any] = {
-        "vocab_size": TOKENS, "vocab_size_per_layer_input": TOKENS, "hidden_size": SIZE, "intermediate_size": 48,
-        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "global_head_dim": 16, "max_position_embeddings": 2048, "sliding_window": 20, "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 16,
-        "bos_token_id": None, "eos_token_id": 256, "pad_token_id": None,
-    }  # fmt: skip
-    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**sizes))
-    for name, parameter in model.named_parameters():
-        if "norm" not in name and "scal" not in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
-    model.save_pretrained(folder)
-    return folder
 
 
 @native

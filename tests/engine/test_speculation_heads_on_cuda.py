@@ -11,7 +11,17 @@ import anyio
 import pytest
 import torch
 from draft_heads import SIZE, Eagle3Head, EagleHead, Head, MedusaHead, MtpHead
-from drafting_engines import ASKED, HEADS, TOKENS, always_deep, ask_all, chained_folder, fit
+from drafting_engines import (
+    ASKED,
+    HEADS,
+    PROMPTS,
+    TOKENS,
+    always_deep,
+    ask_all,
+    chained_folder,
+    fit,
+    gemma4_folder,
+)
 from emulated_cuda import Gpu, emulated
 from safetensors.torch import load_file, save_file
 from tiny_models import chat_folder
@@ -213,3 +223,26 @@ def test_heads_that_do_not_fit_into_the_pages_are_refused(model: Path, gpu: Gpu,
 
     with pytest.raises(InvalidParams, match="speculation: head keeps 8 elements of keys .* and the model's layers 16"):
         anyio.run(run)
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", "Medusa"])
+def test_heads_of_a_model_with_several_pools_of_pages(
+    name: str, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's layer lies in the pool of the first one, whose layers read what they have written there."""
+    always_deep(monkeypatch)
+    folder = gemma4_folder(tmp_path / "model")
+    torch.manual_seed(3)
+    make, method = HEADS[name]
+    speculation = method(fit(make()).write(tmp_path / "head"), k=3)
+    greedy = [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 40}] * len(PROMPTS)
+
+    async def run(**more: Any) -> tuple[list[Any], int, int]:
+        async with Engine(folder, **options(**more)) as engine:
+            answers = told(await ask_all(engine, greedy))
+            return answers, engine.info.page_bytes, engine.stats().drafted_tokens
+
+    plain, page_bytes, _ = anyio.run(run)
+    answers, with_head, drafted = anyio.run(lambda: run(speculation=speculation))
+    assert answers == plain and drafted > 100
+    assert with_head - page_bytes == (PAGE if name == "EAGLE-3" else 0)

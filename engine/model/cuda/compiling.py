@@ -61,7 +61,7 @@ def ways_of_lines(choices: Sequence[DecodeChoice]) -> DecodeChoice:
     """Return the choice between ways for lines, several of which may be of one row: all layers attend in one way.
 
     Args:
-        choices: The choices of layers whose heads have one shape but for their windows.
+        choices: The choices of each shape of heads that layers have.
     """
     names = set.intersection(*({kernel.name for kernel, _ in each.ways} for each in choices))
     first = choices[0]
@@ -71,14 +71,21 @@ def ways_of_lines(choices: Sequence[DecodeChoice]) -> DecodeChoice:
 def ways_together(
     choice: DecodeChoice, shapes: Sequence[HeadShape], arch: Arch, depths: Sequence[int]
 ) -> dict[int, DecodeChoice]:
-    """Return for each depth the choice between those of `choice` that attend for all lines of a row at once."""
-    found = {}
+    """Return for each depth the choice between those of `choice` that attend for all lines of a row at once.
+
+    What pays is decided by the layers with the most query heads for a key head, whose lines need the most room.
+    """
+    found, widest = {}, max(shapes, key=lambda shape: shape.heads // shape.kv_heads)
+    distinct = list({shape.key: shape for shape in shapes}.values())
     for depth in depths:
         able = [
             kernel
             for kernel, _ in choice.ways
             if all(kernel.most_lines(shape, arch) > depth for shape in shapes)
-            and compiles(kernel.builds(shapes[0], depth + 1), f"drafts attend without {kernel.name!r}, slower")
+            and compiles(
+                [build for shape in distinct for build in kernel.builds(shape, depth + 1)],
+                f"drafts attend without {kernel.name!r}, slower",
+            )
         ]
-        found[depth] = resolve_decode(able, shapes[0], arch, depth + 1)
+        found[depth] = resolve_decode(able, widest, arch, depth + 1)
     return found

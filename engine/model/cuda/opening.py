@@ -336,7 +336,7 @@ def _check_attention(config: EngineConfig, spec: DecoderSpec, arch: Arch, kernel
         head_shape(each, page_size=PAGE_SIZE, dtype=DTYPE, kv_dtype=kv_dtype(config)) for each in attention_kinds(spec)
     ]
     if config.speculation is not None:
-        check_drafts(config, shapes, kernels)
+        check_drafts(config, kernels)
     way = config.decode_attention
     named = [kernel for kernel in kernels.decodes if kernel.name == way]
     reasons = (kernel.refuses(shape, arch) for kernel in named for shape in shapes)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import emulated_cuda
 import emulated_kernels
 import pytest
 import torch
 from emulated_cuda import emulated
 from emulated_experts import EmulatedExpertsRun
+from gpu import drafting
 from gpu.checkpoints import kv_bytes
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
@@ -25,7 +27,6 @@ from headrace.engine import EngineConfig, InvalidParams
 from headrace.engine.inspection.inspect import inspect_model
 from headrace.engine.model.cuda.listed import list_kernels
 from headrace.engine.model.families.registry import from_hf, read_hf_config
-from headrace.engine.speculation import Ngram
 from headrace.ops.cuda.arch import Arch
 
 FAMILIES = ("gemma4", "gemma4 experts", "gemma4 small")
@@ -237,11 +238,48 @@ def test_a_way_to_decode_that_a_shape_rules_out_is_refused_by_name(zoo: Zoo) -> 
             anyio.run(run, way)
 
 
-def test_drafts_are_refused_by_name(zoo: Zoo, family: str) -> None:
-    async def run() -> None:
-        async with open_engine(zoo.folder(family), "cuda", **SMALL, speculation=Ngram(k=3)):
-            raise AssertionError("opened")
+def check_drafts(folder: Path, judge: Judge, pages: int, swap: int, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Assert that greedy tokens are the best ones where steps verify drafts, most of which are right."""
+    page, count, greedily = kv_bytes(folder, 1), 50 if pages else 24, [{"ignore_eos": True}] * len(drafting.PROMPTS)
+    options: dict[str, Any] = {"launch_ahead": 3} | ({"kv_memory": pages * page} if pages else {})
+    if swap:
+        options |= {"swap_memory": swap * page, "prefix_cache": False}
 
-    with emulated(), pytest.raises(InvalidParams, match="whose layers have one shape of heads") as refused:
-        anyio.run(run)
-    assert refused.value.field == "speculation"
+    def check(stats: Any) -> None:
+        assert stats.accepted_tokens > 0.5 * stats.drafted_tokens > 25
+        assert not pages or stats.preemptions > 0
+
+    (plain,) = drafting.run(folder, "cuda", greedily, count=count)
+    drafting.draft_by_answers(monkeypatch, drafting.told(plain))
+    drafting.random_depths(monkeypatch, 0)
+    (found,) = drafting.run(folder, "cuda", greedily, count=count, check=check, **options, **drafting.SPECULATING)
+    judge.check([Output(each.prompt_token_ids, each.choices[0].token_ids) for each in found], what)
+
+
+@pytest.mark.parametrize(("pages", "swap"), [(0, 0), (16, 0), (16, 200)], ids=["roomy", "short of pages", "swapped"])
+def test_drafts_change_nothing(
+    zoo: Zoo,
+    judges: Callable[[str], Judge],
+    family: str,
+    pages: int,
+    swap: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers whose heads have other sizes see the lines of a row, too."""
+    with emulated() as gpu:
+        check_drafts(zoo.folder(family), judges(family), pages, swap, monkeypatch, f"{family} with drafts")
+    assert gpu.launches["_accept_kernel"] > 0
+
+
+def test_the_judge_notices_lines_that_see_too_much(
+    zoo: Zoo, judges: Callable[[str], Judge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shift = emulated_cuda.EVERY_KERNEL["_prepare_lines_kernel"]
+
+    def shifted(at: Any) -> None:
+        shift(at)
+        at.seq_lens[at.LINES - 1 :: at.LINES] += 1
+
+    monkeypatch.setitem(emulated_cuda.EVERY_KERNEL, "_prepare_lines_kernel", shifted)
+    with emulated(), pytest.raises(AssertionError, match="outputs are wrong"):
+        check_drafts(zoo.folder("gemma4"), judges("gemma4"), 0, 0, monkeypatch, "one key too many")

@@ -5,7 +5,7 @@ Next to read: heads.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn, Self
 
@@ -33,7 +33,6 @@ from headrace.engine.model.shared.gpu_sizes import DTYPE, gpu_limits, kv_dtype
 from headrace.engine.model.shared.heads import attention_kinds
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
 from headrace.engine.stats import WeightPart
-from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.attention.steps import CudaKv, CudaStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.kernels import Kernels
@@ -150,14 +149,12 @@ class HeadOpening:
         return CudaHead(RecurrentHead(spec, weights, ops, decoder, DTYPE), ops, target, kernels)
 
 
-def check_drafts(config: EngineConfig, shapes: Sequence[HeadShape], kernels: Kernels) -> None:
-    """Refuse drafts where layers have heads of several shapes, and a way of decoding that attends to one token.
+def check_drafts(config: EngineConfig, kernels: Kernels) -> None:
+    """Refuse drafts where a way of decoding was chosen that attends to one token of a row.
 
     Raises:
-        InvalidParams: A GPU verifies no drafts of such layers, or in this way.
+        InvalidParams: A GPU verifies no drafts in this way.
     """
-    if len({(shape.heads, shape.kv_heads, shape.head_dim) for shape in shapes}) > 1:
-        _refuse(config, "a GPU verifies drafts for models whose layers have one shape of heads; a CPU does for any")
     way = config.decode_attention
     if any(each.name == way and each.stores for each in kernels.decodes):
         raise InvalidParams(
