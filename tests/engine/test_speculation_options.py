@@ -1,0 +1,216 @@
+"""Each option of a request gives with drafts what it gives without: every field, hooks, adapters, and steps ahead."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from adapter_folders import lora_folder
+from speculating import Answers, Oracle, always, guess_by, native, options, random_depths, told, wholes
+from tiny_models import chat_folder
+
+from headrace.engine import Engine, SamplingParams
+from headrace.engine.intake import requests
+from headrace.engine.model.cpu.adapters import CpuBank
+from headrace.engine.speculation import Ngram
+from headrace.engine.testing import no_pages_held
+from headrace.ops.cpu.shape import Shaper
+
+PROMPTS = ["one two three one two three", "the cat sat on the mat", "a", "x y x y x y x y x y x y"]
+
+
+def odd_then_even(tokens: list[int], logits: Any) -> Any:
+    """Which tokens may follow depends on how many there are."""
+    logits[len(tokens) % 2 :: 2] = -np.inf
+    return logits
+
+
+def sevenfold(token: Any) -> bool:
+    return int(token.id) % 7 == 0
+
+
+HOT: dict[str, Any] = {"temperature": 1.2, "seed": 4}
+ASKED: list[dict[str, Any]] = [
+    {"top_k": 5} | HOT,
+    {"top_p": 0.7} | HOT,
+    {"min_p": 0.05, "logprobs": 3} | HOT,
+    {"presence_penalty": 1.0} | HOT,
+    {"frequency_penalty": 0.9, "temperature": 0.0},
+    {"repetition_penalty": 1.4, "temperature": 0.0, "prompt_logprobs": 2},
+    {"logit_bias": {65: 4.0, 66: -3.0}} | HOT,
+    {"allowed_token_ids": range(60, 90)} | HOT,
+    {"forbidden_token_ids": range(0, 120)} | HOT,
+    {"bad_words": ("a", "th", "\n")} | HOT,
+    {"stop": ["b", "zz"], "include_stop_str_in_output": True, "min_tokens": 4} | HOT,
+    {"stop_token_ids": range(95, 110), "ignore_eos": True} | HOT,
+    {"logit_bias": {256: 6.0}, "skip_special_tokens": False, "spaces_between_special_tokens": True} | HOT,
+    {"response_format": {"type": "regex", "regex": "[a-f]{3,40}"}} | HOT,
+    {"response_format": {"type": "choice", "choice": ["one way", "one other"]}, "logprobs": 1} | HOT,
+    {"n": 3, "best_of": 4} | HOT,
+    {"beam_width": 3, "length_penalty": 0.5, "early_stopping": True, "max_tokens": 6, "temperature": 0.0},
+    {"deterministic": True, "max_tokens": 8} | HOT,
+    {"speculate": False} | HOT,
+    {"adapter": "one"} | HOT,
+    {"adapter": "two", "repetition_penalty": 1.2} | HOT,  # without log-probabilities: updates round by their number
+    {"adapter": "one", "temperature": 0.0, "n": 2},
+    {"logits_processor": odd_then_even} | HOT,
+    {"stop_when": sevenfold} | HOT,
+    {"cache_salt": "mine", "priority": 3, "tenant": "t"} | HOT,
+]  # fmt: skip
+NOT_OF_PARAMS = ("adapter", "logits_processor", "stop_when", "cache_salt", "priority", "tenant")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_folder(tmp_path_factory.mktemp("speculation"))
+
+
+@pytest.fixture(scope="module")
+def worn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: lora_folder(folder / name, seed) for seed, name in enumerate(("one", "two"))}
+
+
+async def ask_all(engine: Engine, *, cancelled: bool = False) -> Answers:
+    """The answers to all that is asked at once, beside requests that leave in the middle."""
+    found: Answers = {}
+    chance = random.Random(2)
+
+    async def one(index: int) -> None:
+        asked = {"max_tokens": 24} | ASKED[index]
+        beside = {name: asked.pop(name) for name in NOT_OF_PARAMS if name in asked}
+        found[index] = await engine.generate(PROMPTS[index % len(PROMPTS)], SamplingParams(**asked), **beside)
+
+    async def leave(count: int) -> None:
+        async with engine.stream(PROMPTS[count % len(PROMPTS)], SamplingParams(max_tokens=90, seed=count)) as stream:
+            for _ in range(count):
+                await anext(stream, None)
+
+    async with anyio.create_task_group() as group:
+        for index in range(len(ASKED)):
+            group.start_soon(one, index)
+            if cancelled:
+                group.start_soon(leave, chance.randint(0, 20))
+    return found
+
+
+async def serve(model: Path, worn: dict[str, Path], *, cancelled: bool = False, rounds: int = 1, **more: Any) -> Any:
+    """The answers of one engine, once for each round, and what it counted."""
+    given = options(adapter_slots=2, **more)
+    async with Engine(model, **given) as engine:
+        for name, folder in worn.items():
+            await engine.adapters.load(name, folder)
+        found = [told(await ask_all(engine, cancelled=cancelled)) for _ in range(rounds)]
+        await no_pages_held(engine)
+        return found, engine.stats()
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, worn: dict[str, Path]) -> Answers:
+    """What an engine without speculation answers."""
+
+    async def run() -> Answers:
+        async with Engine(model, **options(adapter_slots=2)) as engine:
+            for name, folder in worn.items():
+                await engine.adapters.load(name, folder)
+            return await ask_all(engine)
+
+    return anyio.run(run)
+
+
+def test_every_option_is_asked_for() -> None:
+    """A new field has to be tried beside drafts, too."""
+    asked = {name for each in ASKED for name in each} | {"max_tokens"}
+    assert set(SamplingParams.model_fields) - asked == set()
+
+
+def oracle(alone: Answers, wrong: float) -> Oracle:
+    made = Oracle(wrong)
+    made.known = wholes(alone)
+    return made
+
+
+@native
+@pytest.mark.parametrize("ahead", range(1, 9))
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0], ids=["right", "mostly right", "wrong"])
+def test_no_option_notices_drafts(
+    wrong: float, ahead: int, model: Path, worn: dict[str, Path], alone: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many steps are launched ahead, and behind prefix hits."""
+    guess_by(monkeypatch, oracle(alone, wrong), random_depths(5) if ahead % 2 else always(5))
+    more = {"speculation": Ngram(k=5), "launch_ahead": ahead, "page_size": 4 if ahead > 4 else 16}
+    found, counts = anyio.run(lambda: serve(model, worn, rounds=1 + (ahead in (1, 8)), **more))
+    assert all(each == told(alone) for each in found)
+    assert counts.drafted_tokens > 100
+    assert wrong or counts.accepted_tokens > 0.8 * counts.drafted_tokens
+    assert wrong < 1 or counts.accepted_tokens < 0.1 * counts.drafted_tokens  # what a grammar forces is right
+
+
+TIGHT: dict[str, dict[str, Any]] = {
+    "short of pages": {"kv_memory": "48KiB", "max_rows": 6, "max_batched_tokens": 24},
+    "swapped": {"kv_memory": "48KiB", "swap_memory": "1MiB", "prefix_cache": False},
+}
+
+
+@native
+@pytest.mark.parametrize("way", TIGHT)
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0], ids=["right", "mostly right", "wrong"])
+def test_no_option_notices_drafts_beside_requests_that_leave(
+    way: str, wrong: float, model: Path, worn: dict[str, Path], alone: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where pages run out and neighbours are cancelled in the middle of steps that are launched."""
+    guess_by(monkeypatch, oracle(alone, wrong), random_depths(5))
+    more = {"speculation": Ngram(k=5), "launch_ahead": 4, "page_size": 4, "cancelled": True, **TIGHT[way]}
+    found, counts = anyio.run(lambda: serve(model, worn, **more))
+    assert found == [told(alone)]
+    assert counts.preemptions > 0 and counts.drafted_tokens > 100
+    assert way != "swapped" or counts.swaps > 0
+
+
+LONGEST = 28
+"""Tokens of the longest prompt, at least."""
+
+
+def worn_by_first_lines(users: Any) -> Any:
+    """Let drafts wear no adapter."""
+
+    def found(self: CpuBank, rows_N: Any, positions_N: Any) -> Any:
+        drafts = np.flatnonzero((rows_N[1:] == rows_N[:-1]) & (positions_N[1:] >= LONGEST)) + 1
+        rows_N = rows_N.copy()
+        rows_N[drafts] = np.flatnonzero(self._slots < 0)[0]
+        return users(self, rows_N, positions_N)
+
+    return found
+
+
+BUGS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
+    "processors that wait for nobody": (requests, "_may_speculate", lambda old: lambda asking: True),
+    "drafts that wear nothing": (CpuBank, "users", worn_by_first_lines),
+    "penalties that miss tokens": (
+        Shaper, "append", lambda old: lambda self, token: old(self, token) if token % 3 else None
+    ),
+}  # fmt: skip
+
+
+@native
+@pytest.mark.parametrize("bug", BUGS)
+def test_answers_tell_planted_bugs(
+    bug: str, model: Path, worn: dict[str, Path], alone: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guess_by(monkeypatch, oracle(alone, 0.3), always(5))
+    owner, name, make = BUGS[bug]
+    monkeypatch.setattr(owner, name, make(getattr(owner, name)))
+
+    async def run() -> bool:
+        try:
+            found, _ = await serve(model, worn, speculation=Ngram(k=5))
+        except BaseExceptionGroup:  # a hook's row that has drafts may fail altogether
+            return False
+        return bool(found == [told(alone)])
+
+    assert not anyio.run(run)
