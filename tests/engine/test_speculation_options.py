@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,19 @@ import anyio
 import numpy as np
 import pytest
 from adapter_folders import lora_folder
-from speculating import Answers, Oracle, always, guess_by, native, options, random_depths, told, wholes
+from speculating import (
+    EVERY_OPTION,
+    Answers,
+    Oracle,
+    always,
+    ask_every,
+    guess_by,
+    native,
+    options,
+    random_depths,
+    told,
+    wholes,
+)
 from tiny_models import chat_folder
 
 from headrace.engine import Engine, SamplingParams
@@ -20,49 +31,6 @@ from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.speculation import Ngram
 from headrace.engine.testing import no_pages_held
 from headrace.ops.cpu.shape import Shaper
-
-PROMPTS = ["one two three one two three", "the cat sat on the mat", "a", "x y x y x y x y x y x y"]
-
-
-def odd_then_even(tokens: list[int], logits: Any) -> Any:
-    """Which tokens may follow depends on how many there are."""
-    logits[len(tokens) % 2 :: 2] = -np.inf
-    return logits
-
-
-def sevenfold(token: Any) -> bool:
-    return int(token.id) % 7 == 0
-
-
-HOT: dict[str, Any] = {"temperature": 1.2, "seed": 4}
-ASKED: list[dict[str, Any]] = [
-    {"top_k": 5} | HOT,
-    {"top_p": 0.7} | HOT,
-    {"min_p": 0.05, "logprobs": 3} | HOT,
-    {"presence_penalty": 1.0} | HOT,
-    {"frequency_penalty": 0.9, "temperature": 0.0},
-    {"repetition_penalty": 1.4, "temperature": 0.0, "prompt_logprobs": 2},
-    {"logit_bias": {65: 4.0, 66: -3.0}} | HOT,
-    {"allowed_token_ids": range(60, 90)} | HOT,
-    {"forbidden_token_ids": range(0, 120)} | HOT,
-    {"bad_words": ("a", "th", "\n")} | HOT,
-    {"stop": ["b", "zz"], "include_stop_str_in_output": True, "min_tokens": 4} | HOT,
-    {"stop_token_ids": range(95, 110), "ignore_eos": True} | HOT,
-    {"logit_bias": {256: 6.0}, "skip_special_tokens": False, "spaces_between_special_tokens": True} | HOT,
-    {"response_format": {"type": "regex", "regex": "[a-f]{3,40}"}} | HOT,
-    {"response_format": {"type": "choice", "choice": ["one way", "one other"]}, "logprobs": 1} | HOT,
-    {"n": 3, "best_of": 4} | HOT,
-    {"beam_width": 3, "length_penalty": 0.5, "early_stopping": True, "max_tokens": 6, "temperature": 0.0},
-    {"deterministic": True, "max_tokens": 8} | HOT,
-    {"speculate": False} | HOT,
-    {"adapter": "one"} | HOT,
-    {"adapter": "two", "repetition_penalty": 1.2} | HOT,  # without log-probabilities: updates round by their number
-    {"adapter": "one", "temperature": 0.0, "n": 2},
-    {"logits_processor": odd_then_even} | HOT,
-    {"stop_when": sevenfold} | HOT,
-    {"cache_salt": "mine", "priority": 3, "tenant": "t"} | HOT,
-]  # fmt: skip
-NOT_OF_PARAMS = ("adapter", "logits_processor", "stop_when", "cache_salt", "priority", "tenant")
 
 
 @pytest.fixture(scope="module")
@@ -76,36 +44,13 @@ def worn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: lora_folder(folder / name, seed) for seed, name in enumerate(("one", "two"))}
 
 
-async def ask_all(engine: Engine, *, cancelled: bool = False) -> Answers:
-    """The answers to all that is asked at once, beside requests that leave in the middle."""
-    found: Answers = {}
-    chance = random.Random(2)
-
-    async def one(index: int) -> None:
-        asked = {"max_tokens": 24} | ASKED[index]
-        beside = {name: asked.pop(name) for name in NOT_OF_PARAMS if name in asked}
-        found[index] = await engine.generate(PROMPTS[index % len(PROMPTS)], SamplingParams(**asked), **beside)
-
-    async def leave(count: int) -> None:
-        async with engine.stream(PROMPTS[count % len(PROMPTS)], SamplingParams(max_tokens=90, seed=count)) as stream:
-            for _ in range(count):
-                await anext(stream, None)
-
-    async with anyio.create_task_group() as group:
-        for index in range(len(ASKED)):
-            group.start_soon(one, index)
-            if cancelled:
-                group.start_soon(leave, chance.randint(0, 20))
-    return found
-
-
 async def serve(model: Path, worn: dict[str, Path], *, cancelled: bool = False, rounds: int = 1, **more: Any) -> Any:
     """The answers of one engine, once for each round, and what it counted."""
     given = options(adapter_slots=2, **more)
     async with Engine(model, **given) as engine:
         for name, folder in worn.items():
             await engine.adapters.load(name, folder)
-        found = [told(await ask_all(engine, cancelled=cancelled)) for _ in range(rounds)]
+        found = [told(await ask_every(engine, cancelled=cancelled)) for _ in range(rounds)]
         await no_pages_held(engine)
         return found, engine.stats()
 
@@ -118,14 +63,14 @@ def alone(model: Path, worn: dict[str, Path]) -> Answers:
         async with Engine(model, **options(adapter_slots=2)) as engine:
             for name, folder in worn.items():
                 await engine.adapters.load(name, folder)
-            return await ask_all(engine)
+            return await ask_every(engine)
 
     return anyio.run(run)
 
 
 def test_every_option_is_asked_for() -> None:
     """A new field has to be tried beside drafts, too."""
-    asked = {name for each in ASKED for name in each} | {"max_tokens"}
+    asked = {name for each in EVERY_OPTION for name in each} | {"max_tokens"}
     assert set(SamplingParams.model_fields) - asked == set()
 
 
