@@ -2,7 +2,8 @@
 
 The engine writes the data: the model invents questions behind a bare chat header (Xu et al., 2024, "Magpie") and
 answers them. Training takes minutes on a GPU; `--chats 8 --steps 20` is a trial on a CPU. What is written are folders
-in the formats of the heads' authors.
+in the formats of the heads' authors, and the last lines say how an engine takes them. Needs `transformers`, and `gguf`
+for models in GGUF files.
 
 python examples/train_draft_heads.py OUT [--model FILE] [--chats 4000] [--steps 20000] [--seconds 600]
 """
@@ -362,6 +363,8 @@ def main(asked: argparse.Namespace) -> None:
     medusa.save(asked.out / "medusa")
     for name, mean in accepted(base, eagle, medusa, held_out, clock).items():
         print(f"{name}: {mean:.2f} tokens a step with {DEPTH} drafts")
+    for method, name in (("eagle", "eagle3"), ("medusa", "medusa")):
+        print(f"headrace serve {gguf} --speculate {method}:{asked.out / name},k={DEPTH}")
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

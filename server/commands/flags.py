@@ -37,11 +37,11 @@ _FLAGS = {
 
 @contextmanager
 def flags_named() -> Iterator[None]:
-    """Add to an `InvalidParams` a note that names the flag of its field."""
+    """Add to an `InvalidParams` a note that names the flag of its field, or of the one that its field is a part of."""
     try:
         yield
     except InvalidParams as error:
-        if (flag := _FLAGS.get(error.field or "")) is not None:
+        if (flag := _FLAGS.get((error.field or "").partition(".")[0])) is not None:
             error.add_note(f"({flag})")
         raise
 

@@ -43,8 +43,9 @@ def inspect(
     """Print what a model takes and what fits here.
 
     It tells the architecture, the formats of the weights, and for each device of this machine the memory of weights
-    and of keys and values, and how many requests fit at once. Only configs and headers are read. The exit code is 1
-    where no device of this machine can run the model; what is known is printed all the same, with the reasons.
+    and of keys and values, and how many requests fit at once. Only configs and headers are read; draft heads and
+    draft models (`--speculate` of `headrace serve`) are not counted. The exit code is 1 where no device of this machine
+    can run the model; what is known is printed all the same, with the reasons.
     """
     from headrace.engine.inspection.inspect import inspect_model
 

@@ -13,6 +13,7 @@ from cuda_draft_driver import CudaDrafting
 from draft_driver import states_of
 from draft_heads import HEADS, VOCABULARY
 from emulated_cuda import Gpu, emulated
+from mtp_models import LAYERS, with_module
 
 LENGTHS = (21, 9, 40, 4)
 DEPTH = 3
@@ -62,6 +63,21 @@ def test_drafts_are_those_of_the_definition(
     assert len({tuple(drafts) for drafts in expected}) >= 3, "drafts that depend on nothing prove nothing"
     with torch.inference_mode():
         drafting = CudaDrafting(gpu, target_folder, head.write(tmp_path / "head"), DEPTH)
+        for prompt, chunk in ((64, 64), (64, 5)):
+            drafting.start(rows, prompt, chunk)
+            assert drafting.drafts(range(len(rows)), DEPTH) == expected, "behind prompts"
+        for seed in range(3):
+            assert drafting.verified(rows, seed, 2) == expected, "behind steps with drafts and without"
+
+
+def test_drafts_of_a_module_are_those_of_the_equations(gpu: Gpu, tmp_path: Path) -> None:
+    """A module of GLM-4.5 whose feeds are dense, since no kernel of experts computes in float32."""
+    model, head = with_module("GLM-4.5", tmp_path, first_k_dense_replace=LAYERS + 1)
+    rows = drawn()
+    expected = [head.drafts(states_of(model, ids, LAYERS), ids[1:], DEPTH) for ids in rows]
+    assert len({tuple(drafts) for drafts in expected}) >= 3, "drafts that depend on nothing prove nothing"
+    with torch.inference_mode():
+        drafting = CudaDrafting(gpu, tmp_path, None, DEPTH)
         for prompt, chunk in ((64, 64), (64, 5)):
             drafting.start(rows, prompt, chunk)
             assert drafting.drafts(range(len(rows)), DEPTH) == expected, "behind prompts"
