@@ -1,9 +1,9 @@
 """Trains an EAGLE-3 head and Medusa heads for SmolLM2 on its own answers, and says how many of their drafts are right.
 
 The engine writes the data: the model invents questions behind a bare chat header (Xu et al., 2024, "Magpie") and
-answers them. Training takes minutes on a GPU; `--chats 8 --steps 20` is a trial on a CPU. What is written are folders
-in the formats of the heads' authors, and the last lines say how an engine takes them. Needs `transformers`, and `gguf`
-for models in GGUF files.
+answers them. Training takes minutes on a GPU; `--chats 8 --tokens 64 --steps 20 --batch 2` is a trial on a CPU. What is
+written are folders in the formats of the heads' authors, and the last lines say how an engine takes them. Needs
+`transformers`, and `gguf` for models in GGUF files.
 
 python examples/train_draft_heads.py OUT [--model FILE] [--chats 4000] [--steps 20000] [--seconds 600]
 """
