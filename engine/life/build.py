@@ -258,9 +258,7 @@ def _open_device(
 ) -> Device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return open_cpu(config, spec, source, draft)
-    if draft is not None:
-        _check_speculation(config, "a GPU drafts by no second model yet, only a CPU does")
     gpu = find_gpu(config.device)  # first, since the extra below takes several GB and is of no use without a GPU
     from headrace.engine.model.cuda.opening import open_cuda  # needs packages for machines with a GPU
 
-    return open_cuda(config, spec, source, gpu)
+    return open_cuda(config, spec, source, gpu, draft=draft)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,16 +17,10 @@ from headrace.engine.model.drafting.draft_model import DraftSource, refused_as_d
 from headrace.engine.model.shared.device import within_context
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Capacity
-from headrace.engine.stats import WeightPart
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.native.library import Context
 
 __all__ = ["CpuDraftSource"]
-
-_LARGER = 1.1
-"""Times the bytes of its target from which a draft model counts as larger: what computes them may differ."""
-
-logger = logging.getLogger("headrace.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +70,9 @@ class CpuDraftSource:
         return cls(draft, ops, sizes, positions, load)
 
     def beside(self, target: CpuSizes) -> CpuSizes:
-        """Return the memory of both models; a draft model that is larger than its target is told of in the log."""
-        own, its = (sum(part.nbytes for part in sizes.weights) for sizes in (self.sizes, target))
-        if own > _LARGER * its:
-            told = "the draft model %s takes %d bytes, more than the model that it drafts for, which takes %d"
-            logger.warning(told, self.draft.name, own, its)
-        by_format: dict[str, int] = {}
-        for part in self.sizes.weights:
-            by_format[part.format] = by_format.get(part.format, 0) + part.nbytes
-        parts = (WeightPart("draft model", name, nbytes) for name, nbytes in by_format.items())
+        """Return the memory of both models; as `DraftSource.parts_beside` says."""
+        parts = self.draft.parts_beside(target.weights, self.sizes.weights)
         return replace(target, page_bytes=target.page_bytes + self.sizes.page_bytes, weights=(*target.weights, *parts))
-
-    def within_windows(self, capacity: Capacity) -> Capacity:
-        """Return the capacity of an engine that keeps the pages which either model reads."""
-        windows = self.draft.spec.windows
-        longest = max((window or 0 for window in windows), default=0)
-        if capacity.window is None or None in windows:
-            return replace(capacity, window=None)
-        return replace(capacity, window=max(capacity.window, longest))
 
     def load(self, rows: CpuRows, capacity: Capacity) -> CpuDraftModel:
         """Read the draft model for the rows of a table."""

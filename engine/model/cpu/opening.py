@@ -89,7 +89,7 @@ def _open(
 ) -> Device:
     dtype, capacity = sizes.dtype, sizes.capacity()
     if drafting is not None:
-        capacity = drafting.within_windows(capacity)
+        capacity = drafting.draft.within_windows(capacity)
     kv_bytes = capacity.num_pages * sizes.page_bytes
     activations = torch.float32 if is_native(ops) else dtype
     bank = CpuBank(config.adapter_slots, capacity.max_rows, activations) if config.adapter_slots else None

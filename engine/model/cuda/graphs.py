@@ -353,10 +353,11 @@ class DecodeGraphs:
         adapted = None if self._bank is None else self._bank.decode(rows.slots_R, batch_B, use, rotated=rotated)
         with next(iter(self._ops.values())).experts.padded(Padding(batch_B, rows.padding_row)):  # of all mixers
             taps = None if self._drafts is None else self._drafts.drafter.taps
-            if taps is None:
-                hidden_LE, states = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapted=adapted), None
+            if not taps:
+                hidden_LE = self._decoder.hidden(inputs.tokens_B, steps, self._kv, adapted=adapted)
+                states = None if taps is None else HiddenStates(hidden_LE)
             else:
-                assert isinstance(self._decoder, Decoder)  # no other model has a drafter that reads states
+                assert isinstance(self._decoder, Decoder)  # no other model has a drafter that reads inputs of layers
                 states = self._decoder.hidden_states(inputs.tokens_B, steps, self._kv, taps, adapted)
                 hidden_LE = states.final_NE
         return self._decoder.logits(hidden_LE, adapted), states

@@ -9,22 +9,22 @@ from typing import NamedTuple
 
 import torch
 
-from headrace.adapters.stored import PIECE_BYTES
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams, ModelRejected
 from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import DecoderWeights, Source, load_weights
+from headrace.engine.model.drafting.draft_model import DraftSource
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.foreign import ForeignModel
-from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape
+from headrace.engine.model.shared.adapter_device import adapter_device, adapter_granules, adapter_shape, host_room
 from headrace.engine.model.shared.device import BuiltKernels, Device, Limits, fit, within_context
 from headrace.engine.model.shared.gpu_sizes import DTYPE, PAGE_SIZE, bytes_for_pages, gpu_limits, kv_dtype
 from headrace.engine.model.shared.heads import attention_kinds, head_shape
 from headrace.engine.model.shared.kv_layout import kv_layout
-from headrace.engine.model.shared.memory import free_host_bytes, return_device_memory
+from headrace.engine.model.shared.memory import return_device_memory
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.speculation import Ngram
@@ -32,9 +32,11 @@ from headrace.engine.stats import WeightPart
 
 try:
     from headrace.engine.model.cuda.adapters import CudaBank
+    from headrace.engine.model.cuda.drafting.beside import DraftOpening
     from headrace.engine.model.cuda.drafting.drafts import OpenDrafts, most_lines
+    from headrace.engine.model.cuda.drafting.model_opening import OpenModel
     from headrace.engine.model.cuda.drafting.ngram import NgramDrafts
-    from headrace.engine.model.cuda.drafting.opening import CudaHead, HeadOpening, check_drafts
+    from headrace.engine.model.cuda.drafting.opening import CudaHead, check_drafts
     from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, kinds_of, positions_of
     from headrace.engine.model.cuda.runner import CudaRunner
     from headrace.engine.model.cuda.sleep import Weights
@@ -45,7 +47,6 @@ try:
     from headrace.ops.cuda.compiling.toolkit import CannotCompile
     from headrace.ops.cuda.kernels import KERNELS, Kernels
     from headrace.ops.cuda.memory.weights import WeightMemory
-    from headrace.ops.host_memory import PiecePool
 except ImportError as error:
     raise DeviceUnavailable(
         f"device: a GPU is there, but not what the extra headrace[cuda] installs for it ({error}); install that, or "
@@ -68,7 +69,8 @@ class _Loaded(NamedTuple):
     reload: Callable[[], object]
     """Reads the weights once more, into the same memory."""
     parts: tuple[WeightPart, ...]
-    head: CudaHead | None = None
+    drafting: CudaHead | OpenModel | None = None
+    """What drafts, where that is no n-grams."""
 
 
 def open_cuda(
@@ -80,11 +82,12 @@ def open_cuda(
     installed_kernels: bool = True,
     kernels: Kernels = KERNELS,
     blank: bool = False,
+    draft: DraftSource | None = None,
 ) -> Device:
     """Load the weights on the GPU `device`, measure what is left, and make a runner that has captured its graphs.
 
     Kernels are compiled unless `config.kernel_cache` keeps them, or a wheel, unless `installed_kernels` is False. With
-    `blank`, weights are zeros in the formats of `source`.
+    `blank`, weights are zeros in the formats of `source`. A `draft` model is loaded beside the model.
 
     Raises:
         ModelRejected: The weights cannot be used.
@@ -99,7 +102,7 @@ def open_cuda(
         with _opening, torch.cuda.device(device), torch.inference_mode():
             use_cache(config.kernel_cache, installed=installed_kernels)
             check_compilers()
-            return _open(config, spec, source, device, arch, kernels, blank)
+            return _open(config, spec, source, device, arch, kernels, blank, draft)
     except (torch.OutOfMemoryError, CannotCompile) as error:
         failure = str(error)
         if not isinstance(error, CannotCompile):
@@ -120,20 +123,22 @@ def _open(
     arch: Arch,
     kernels: Kernels,
     blank: bool,
+    draft: DraftSource | None,
 ) -> Device:
     limits = gpu_limits(config, spec)
     spec = within_context(spec, limits.context)
-    head, memory = HeadOpening.of(config, spec, source), WeightMemory(device)
+    drafting, memory = DraftOpening.of(config, spec, source, draft), WeightMemory(device)
     if isinstance(source, ForeignModel):
-        loaded = _load_foreign(config, source, memory, device, arch, kernels)
+        loaded = _load_foreign(config, source, memory, device, arch, kernels, blank, drafting)
     else:
-        loaded = _load(config, spec, source, memory, device, arch, kernels, blank, head)
+        loaded = _load(config, spec, source, memory, device, arch, kernels, blank, drafting)
     decoder, ops = loaded.decoder, loaded.ops
     bank = _make_bank(config, spec, ops, limits)
-    drafts = _drafts(config) if loaded.head is None else loaded.head.drafts(config)
-    page_bytes = kv_layout(spec, ops, 0 if drafts is None else drafts.layers).page_bytes(kv_dtype(config))
+    drafts = _drafts(config) if loaded.drafting is None else loaded.drafting.drafts(config)
+    page_bytes = kv_layout(spec, ops, () if drafts is None else drafts.pages).page_bytes(kv_dtype(config))
     free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device, kernels, drafts)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
+    capacity = capacity if draft is None else draft.within_windows(capacity)
     runner = CudaRunner(
         decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank,
         weights=Weights(memory, loaded.reload), speculation=drafts, kernels=kernels,
@@ -153,7 +158,7 @@ def _open(
 
 
 def _drafts(config: EngineConfig) -> OpenDrafts | None:
-    """Return how drafts are made without a head, if rows may speculate."""
+    """Return how drafts are made without weights, if rows may speculate."""
     wanted = config.speculation
     if wanted is None:
         return None
@@ -171,9 +176,9 @@ def _load(
     arch: Arch,
     kernels: Kernels,
     blank: bool,
-    head: HeadOpening | None,
+    drafting: DraftOpening,
 ) -> _Loaded:
-    """Load a model, and a draft head if there is one, into `memory`."""
+    """Load a model, and what drafts for it, into `memory`."""
     dtype = DTYPE
     again = rereading(source)  # an open file is closed by then
 
@@ -184,8 +189,7 @@ def _load(
             layout=lambda weight: in_codes(weight, dtype), quantize=config.quantize, quantize_head=config.quantize_head,
             blank=blank,
         )  # fmt: skip
-        if head is not None:
-            head.load(device, memory.empty)
+        drafting.load(device, memory.empty, blank=blank)
         return weights
 
     weights = load(source)
@@ -195,8 +199,8 @@ def _load(
         codes=kinds_of(weights),
     )  # fmt: skip
     decoder: CudaDecoder = Decoder(spec, weights, ops)
-    made, of_head = (None, ()) if head is None else (head.made(decoder, ops, kernels), head.parts)
-    return _Loaded(decoder, ops, lambda: load(again()), (*stored_parts(weights), *of_head), made)
+    made = drafting.made(decoder, ops, kernels)
+    return _Loaded(decoder, ops, lambda: load(again()), drafting.beside(stored_parts(weights)), made)
 
 
 def _load_foreign(
@@ -206,6 +210,8 @@ def _load_foreign(
     device: torch.device,
     arch: Arch,
     kernels: Kernels,
+    blank: bool,
+    drafting: DraftOpening,
 ) -> _Loaded:
     """Load a model whose layers another library computes into `memory`; of the kernels, it uses those of attention."""
     ops = cuda_ops(
@@ -220,11 +226,14 @@ def _load_foreign(
         kernels=kernels._replace(products=()),
     )
     decoder: CudaDecoder = model.open(ops, positions_of, dtype=DTYPE, device=device, empty=memory.empty)
+    drafting.load(device, memory.empty, blank=blank)
+    made = drafting.made(decoder, ops, kernels)
 
     def reload() -> None:
         model.reload(dtype=DTYPE, device=device, empty=memory.empty)
+        drafting.load(device, memory.empty)
 
-    return _Loaded(decoder, ops, reload, model.parts(DTYPE))
+    return _Loaded(decoder, ops, reload, drafting.beside(model.parts(DTYPE)), made)
 
 
 def _make_bank(
@@ -244,27 +253,9 @@ def _make_bank(
         )
     return CudaBank(
         adapter_shape(spec), ops, slots=config.adapter_slots, granules=granules,
-        max_rows=_lines(config, limits), max_tokens=limits.batched_tokens, host=_host_memory(config),
+        max_rows=_lines(config, limits), max_tokens=limits.batched_tokens, host=host_room(config),
         plain=spec.has_pre_norms_alone and not spec.has_biases,
     )  # fmt: skip
-
-
-def _host_memory(config: EngineConfig) -> PiecePool:
-    """Allocate the page-locked memory for adapters now, when no step waits: that may take seconds."""
-    wanted, free = config.adapter_host_memory, free_host_bytes()
-    if wanted > free:
-        raise InvalidParams(
-            f"adapter_host_memory: must be at most the {free} bytes of host memory that are free, got {wanted}",
-            field="adapter_host_memory",
-            value=wanted,
-            limit=free,
-        )
-    try:
-        return PiecePool(wanted, PIECE_BYTES)
-    except RuntimeError as error:
-        raise DeviceUnavailable(
-            f"device: {wanted} bytes for adapter_host_memory cannot be page-locked: {error}"
-        ) from None
 
 
 def build_kernels(

@@ -195,8 +195,11 @@ class Prefills:
         taps = None if self._drafter is None else self._drafter.taps
         if taps is None:
             return self._decoder.hidden(batch.tokens_N, steps, self._kv, wanted, adapters), None
-        assert isinstance(self._decoder, Decoder)  # no other model has a drafter that reads states
-        states = self._decoder.hidden_states(batch.tokens_N, steps, self._kv, taps, adapters)
+        if not taps:
+            states = HiddenStates(self._decoder.hidden(batch.tokens_N, steps, self._kv, None, adapters))
+        else:
+            assert isinstance(self._decoder, Decoder)  # no other model has a drafter that reads inputs of layers
+            states = self._decoder.hidden_states(batch.tokens_N, steps, self._kv, taps, adapters)
         return states.final_NE[wanted], states
 
     def _take_up(

@@ -101,9 +101,9 @@ class CudaRunner:
         self._stream = borrow_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the stream on which weights were made
         with returned_if_short(self._stream), torch.inference_mode(), self._stream:
-            more, most = (0, 0) if speculation is None else (speculation.layers, speculation.most)
+            beside, most = ((), 0) if speculation is None else (speculation.pages, speculation.most)
             rows, dtype = capacity.max_rows, next(iter(ops.values())).shape.kv_dtype
-            self._memory = PoolMemory(kv_layout(decoder.spec, ops, more), dtype, capacity.num_pages, device)
+            self._memory = PoolMemory(kv_layout(decoder.spec, ops, beside), dtype, capacity.num_pages, device)
             kv = self._memory.layers
             self._rows = DeviceRows(capacity, self._memory.scratch_page, device, most_words(rows, most))
             chosen = most_lines(rows, most) + rows  # in decodes and prefills

@@ -7,9 +7,9 @@ memory is taken for weights. Next to read: ../cpu/draft_model.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, NoReturn, TypeAlias
 
@@ -19,7 +19,9 @@ from headrace.engine.life.model_files import find_model
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.spec import DecoderSpec
+from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.speculation import DraftModel
+from headrace.engine.stats import WeightPart
 from headrace.engine.tokens.token_table import TokenTable
 
 __all__ = ["DraftFiles", "DraftSource", "check_vocabularies", "open_draft_model", "refused_as_draft"]
@@ -29,6 +31,8 @@ logger = logging.getLogger("headrace.engine")
 DraftFiles: TypeAlias = GgufFile | Path | Literal["random"]
 """An open GGUF file, a model's folder, or `"random"`."""
 _PATH: Final = "speculation.path"
+_LARGER: Final = 1.1
+"""Times the bytes of its target from which a draft model counts as larger: what computes them may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,30 @@ class DraftSource:
     source: DraftFiles
     tokens: int
     """Number of tokens that it may guess: ids below it are tokens of both models."""
+
+    def parts_beside(self, target: Sequence[WeightPart], own: Sequence[WeightPart]) -> tuple[WeightPart, ...]:
+        """Return the weights of the draft model by format; log a warning if it is larger than its target.
+
+        Args:
+            target: Weights of the target.
+            own: Weights of the draft model.
+        """
+        small, large = (sum(part.nbytes for part in parts) for parts in (own, target))
+        if small > _LARGER * large:
+            told = "the draft model %s takes %d bytes, more than the model that it drafts for, which takes %d"
+            logger.warning(told, self.name, small, large)
+        by_format: dict[str, int] = {}
+        for part in own:
+            by_format[part.format] = by_format.get(part.format, 0) + part.nbytes
+        return tuple(WeightPart("draft model", name, nbytes) for name, nbytes in by_format.items())
+
+    def within_windows(self, capacity: Capacity) -> Capacity:
+        """Return the capacity of an engine that keeps the pages which either model reads."""
+        windows = self.spec.windows
+        longest = max((window or 0 for window in windows), default=0)
+        if capacity.window is None or None in windows:
+            return replace(capacity, window=None)
+        return replace(capacity, window=max(capacity.window, longest))
 
 
 @contextmanager

@@ -12,17 +12,44 @@ from headrace.adapters.files import TakePieces, read_adapter
 from headrace.adapters.layout import MODULES, SITES, BlockLayout, LayerSizes, ModelShape
 from headrace.adapters.loaded import LoadedAdapter, Stamp
 from headrace.adapters.names import AdapterNames
+from headrace.adapters.stored import PIECE_BYTES
 from headrace.adapters.untrusted import refuse
 from headrace.engine.config import EngineConfig
+from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.experts import routing_of
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.rope import head_places
+from headrace.engine.model.shared.memory import free_host_bytes
 from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, PlainFeed
 from headrace.engine.model.value_normed import has_normed_values
+from headrace.ops.host_memory import PiecePool
 
-__all__ = ["adapter_device", "adapter_granules", "adapter_shape"]
+__all__ = ["adapter_device", "adapter_granules", "adapter_shape", "host_room"]
 
 _RANK = 16  # of the adapters for which memory is kept by default
+
+
+def host_room(config: EngineConfig) -> PiecePool:
+    """Allocate page-locked host memory for adapters, which may take seconds.
+
+    Raises:
+        InvalidParams: `adapter_host_memory` is more than is free.
+        DeviceUnavailable: So much cannot be page-locked.
+    """
+    wanted, free = config.adapter_host_memory, free_host_bytes()
+    if wanted > free:
+        raise InvalidParams(
+            f"adapter_host_memory: must be at most the {free} bytes of host memory that are free, got {wanted}",
+            field="adapter_host_memory",
+            value=wanted,
+            limit=free,
+        )
+    try:
+        return PiecePool(wanted, PIECE_BYTES)
+    except RuntimeError as error:
+        raise DeviceUnavailable(
+            f"device: {wanted} bytes for adapter_host_memory cannot be page-locked: {error}"
+        ) from None
 
 
 def adapter_shape(spec: DecoderSpec) -> ModelShape:

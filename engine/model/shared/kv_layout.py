@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from headrace.engine.model.spec import DecoderSpec, MixerSpec, Paged
 from headrace.ops.paged import KvLayout, PageShape
 
-__all__ = ["HasPages", "kv_layout"]
+__all__ = ["HasPages", "kv_layout", "page_shapes"]
 
 
 class HasPages(Protocol):
@@ -20,16 +20,23 @@ class HasPages(Protocol):
         ...
 
 
-def kv_layout(spec: DecoderSpec, ops: Mapping[MixerSpec, HasPages], more: int = 0) -> KvLayout:
+def kv_layout(spec: DecoderSpec, ops: Mapping[MixerSpec, HasPages], beside: Sequence[PageShape | int] = ()) -> KvLayout:
     """Return where the layers of a model keep keys and values, by the operations of each kind of mixer.
 
     Args:
         spec: The model.
         ops: Its operations.
-        more: Number of layers behind those of the model, with pages like those of its first one.
+        beside: Pages of layers behind those of the model, as `page_shapes` returns them: what drafts for it has its
+            own.
     """
+    own = page_shapes(spec, ops)
+    return KvLayout.of([*own, *(len(own) + each if isinstance(each, int) else each for each in beside)])
+
+
+def page_shapes(spec: DecoderSpec, ops: Mapping[MixerSpec, HasPages]) -> list[PageShape | int]:
+    """Return the shape of each layer's pages, or the number of the layer whose pages it reads."""
     found = list[PageShape | int]()
     for layer in spec.layers:
         source = layer.mixer.state.source if isinstance(layer.mixer.state, Paged) else None
         found.append(ops[layer.mixer].page_shape if source is None else source)
-    return KvLayout.of([*found, *found[:1] * more])
+    return found

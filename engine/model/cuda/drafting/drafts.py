@@ -6,7 +6,7 @@ drafter.py, and ops/cuda/drafts/accept.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from headrace.ops.cuda.drafts.accept import HEAD, Appended, accept, choose_and_a
 from headrace.ops.cuda.drafts.lines import prepare_lines
 from headrace.ops.cuda.fused import DecodeInputs
 from headrace.ops.cuda.sampling.sample import Asks, SampleScratch
+from headrace.ops.paged import PageShape
 
 __all__ = ["MOST_LINES", "CudaDrafts", "OpenDrafts", "depths", "most_lines", "most_words"]
 
@@ -40,8 +41,8 @@ class OpenDrafts(NamedTuple):
     """Makes what guesses for the rows of one runner."""
     most: int
     """Largest number of drafts of a row in one step."""
-    layers: int = 0
-    """Layers of the drafter whose keys and values lie in the pages, behind those of the model."""
+    pages: Sequence[PageShape | int] = ()
+    """Pages of the drafter's own layers, as `page_shapes` returns them; they lie behind those of the model."""
     rates: tuple[float, ...] = ()
     """For benchmarks: the share of drafts that count as right at each place, whatever they are; empty otherwise."""
 

@@ -8,7 +8,6 @@ the positions that they belong to. Next to read: ../../drafting/heads/recurrent.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Final
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from headrace.engine.model.cuda.drafting.attention import HeadAttention
 from headrace.engine.model.cuda.drafting.drafter import Decoded, Prefilled, RowTable
+from headrace.engine.model.cuda.drafting.inputs import LineInputs, write_drafts
 from headrace.engine.model.cuda.operations import positions_of
 from headrace.engine.model.drafting.heads.medusa import MedusaHeads
 from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
@@ -23,7 +23,7 @@ from headrace.engine.model.spec import MixerSpec
 from headrace.ops.cuda.attention.steps import CudaKv, CudaStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.experts.registry import Padding
-from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
+from headrace.ops.cuda.fused import prepare_decode
 from headrace.ops.cuda.products.packed import CudaProduct
 
 __all__ = ["MedusaDrafter", "RecurrentDrafter"]
@@ -64,14 +64,6 @@ class _States:
         last = self.rows.pool_RC.shape[1] - 1
         return self.rows.pool_RC[rows_N, (positions_N.long() + 1).clamp(max=last)]
 
-    def write(self, rows_B: Tensor, is_known_B: Tensor, ids_B: Tensor, place: int) -> None:
-        """Write the drafts of one place, from 0 on, behind the known tokens of rows (int64)."""
-        pool_RC = self.rows.pool_RC
-        at_B = self.rows.lengths_R[rows_B].long() + 1 + place
-        inside_B = is_known_B & (at_B < pool_RC.shape[1])
-        at_B = at_B.clamp(max=pool_RC.shape[1] - 1)
-        pool_RC[rows_B, at_B] = torch.where(inside_B, ids_B.int(), pool_RC[rows_B, at_B])
-
 
 class MedusaDrafter:
     """Medusa's heads, which read the final hidden state of the token before the last one."""
@@ -89,7 +81,7 @@ class MedusaDrafter:
         states_BE, is_known_B = self._states.of(rows_B)
         counts_B.copy_(is_known_B * depth)
         for place, ids_B in enumerate(self._heads.drafts(states_BE, depth).unbind(1)):
-            self._states.write(rows_B, is_known_B, ids_B, place)
+            write_drafts(self._states.rows, rows_B, is_known_B, ids_B, place)
 
     def take_up(self, decoded: Decoded) -> None:
         """Keep the final state of each row's last right token."""
@@ -126,7 +118,7 @@ class RecurrentDrafter:
         self._chain = self._ops.products.room.chain
         self._states = _States(rows, head.spec.block.hidden_size, self._ops.shape.dtype)
         self._page_size = self._ops.shape.page_size
-        self._inputs = _Inputs(rows)
+        self._inputs = LineInputs(rows, len(rows.lengths_R) - 1)
 
     @property
     def taps(self) -> tuple[int, ...] | None:
@@ -141,13 +133,13 @@ class RecurrentDrafter:
         counts_B.copy_(is_known_B * depth)
         most_B = torch.where(is_known_B, rows.most_R[places_B], 0)
         ids_B = self._head.best(states_BE)
-        states.write(places_B, is_known_B, ids_B, 0)
+        write_drafts(rows, places_B, is_known_B, ids_B, 0)
         for place in range(1, depth):
             # Where nobody will look at the draft, there may be no page either.
             going_B = torch.where(most_B > place, rows_B, states.padding_row).int()
             states_BE = self._further(going_B, place, ids_B, states_BE)
             ids_B = self._head.best(states_BE)
-            states.write(places_B, is_known_B, ids_B, place)
+            write_drafts(rows, places_B, is_known_B, ids_B, place)
 
     def take_up(self, decoded: Decoded) -> None:
         """Compute the head's states of a step's lines; entries behind refused drafts are overwritten before use.
@@ -178,25 +170,6 @@ class RecurrentDrafter:
     def _advance(self, tokens_L: Tensor, states_LE: Tensor, step: CudaStep, rows_L: Tensor) -> Tensor:
         with self._chain.watched(), self._ops.experts.padded(Padding(rows_L, self._states.padding_row)):
             return self._head.advance(tokens_L, states_LE, {self._mixer: step}, self._kv)
-
-
-class _Inputs:
-    """Inputs of steps of one line for each row, in memory for the largest of them."""
-
-    def __init__(self, rows: RowTable) -> None:
-        device, max_rows = rows.table_RP.device, len(rows.table_RP) - 1
-        tokens, positions, lengths, tails = (torch.zeros(max_rows, dtype=torch.int32, device=device) for _ in range(4))
-        slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        pages = rows.table_RP[:1].repeat(max_rows, 1)  # valid page numbers
-        self._largest = DecodeInputs(tokens, positions, slots, lengths, pages, tails)
-        self._of: dict[int, DecodeInputs] = {}
-
-    def of(self, count: int) -> DecodeInputs:
-        """Return the inputs of so many rows."""
-        if count not in self._of:
-            parts = (getattr(self._largest, field.name)[:count] for field in fields(DecodeInputs))
-            self._of[count] = DecodeInputs(*parts)
-        return self._of[count]
 
 
 def _keep_last_lines(states: _States, decoded: Decoded, states_LE: Tensor) -> None:

@@ -60,7 +60,8 @@ class CudaHead:
     def drafts(self, config: EngineConfig) -> OpenDrafts:
         """Return how the head makes drafts in an engine of `config`."""
         assert config.speculation is not None
-        return OpenDrafts(self.drafter, config.speculation.k, self.layers)
+        shape = next(iter(self.target.values())).page_shape
+        return OpenDrafts(self.drafter, config.speculation.k, [shape] * self.layers)
 
     def drafter(self, table: RowTable) -> CudaDrafter:
         """Return what drafts for the rows of one runner."""
@@ -98,8 +99,8 @@ class HeadOpening:
         found = head_source(config, spec, source)
         return None if found is None else cls(config, found)
 
-    def load(self, device: torch.device, empty: Empty) -> None:
-        """Read the weights, dense, into tensors from `empty`.
+    def load(self, device: torch.device, empty: Empty, *, blank: bool = False) -> None:
+        """Read the weights, dense, into tensors from `empty`, whether or not those of the model are `blank`.
 
         Raises:
             ModelRejected: A tensor is not finite, or the head's files have changed.
@@ -107,9 +108,8 @@ class HeadOpening:
         with self._source.opened() as found:
             self._weights = load_head(found, self._source.target, dtype=DTYPE, device=device, empty=empty)
 
-    @property
-    def parts(self) -> tuple[WeightPart, ...]:
-        """Formats and bytes of the weights, which products take as they are loaded."""
+    def parts(self, target: Sequence[WeightPart]) -> tuple[WeightPart, ...]:
+        """Return formats and bytes of the weights, which products take as they are loaded, beside the target's."""
         weights, total = self._weights, WeightSum()
         assert weights is not None
         for tensor in weights.others:

@@ -1,0 +1,42 @@
+"""`LineInputs`, the inputs of what drafters compute, and `write_drafts`, which puts drafts behind a row's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from headrace.engine.model.cuda.drafting.drafter import RowTable
+from headrace.ops.cuda.fused import DecodeInputs
+
+__all__ = ["LineInputs", "write_drafts"]
+
+
+class LineInputs:
+    """Inputs of decodes of a drafter's own, in memory for the largest of them."""
+
+    def __init__(self, rows: RowTable, most: int) -> None:
+        """Allocate for `most` lines."""
+        device = rows.table_RP.device
+        tokens, positions, lengths, tails = (torch.zeros(most, dtype=torch.int32, device=device) for _ in range(4))
+        slots = torch.zeros(most, dtype=torch.int64, device=device)
+        pages = rows.table_RP[:1].repeat(most, 1)  # valid page numbers
+        self._largest = DecodeInputs(tokens, positions, slots, lengths, pages, tails)
+        self._of: dict[int, DecodeInputs] = {}
+
+    def of(self, count: int) -> DecodeInputs:
+        """Return the inputs of so many lines."""
+        if count not in self._of:
+            parts = (getattr(self._largest, field.name)[:count] for field in fields(DecodeInputs))
+            self._of[count] = DecodeInputs(*parts)
+        return self._of[count]
+
+
+def write_drafts(rows: RowTable, rows_B: Tensor, has_drafts_B: Tensor, ids_B: Tensor, place: int) -> None:
+    """Write the drafts of one place, from 0 on, behind the known tokens of the rows (int64) that have drafts."""
+    pool_RC = rows.pool_RC
+    at_B = rows.lengths_R[rows_B].long() + 1 + place
+    inside_B = has_drafts_B & (at_B < pool_RC.shape[1])
+    at_B = at_B.clamp(max=pool_RC.shape[1] - 1)
+    pool_RC[rows_B, at_B] = torch.where(inside_B, ids_B.int(), pool_RC[rows_B, at_B])
