@@ -24,6 +24,7 @@ from headrace.engine.model.cuda.adapters import NO_USE, AdapterUse, CudaBank
 from headrace.engine.model.cuda.compiling import ways, ways_of_lines, ways_together
 from headrace.engine.model.cuda.decodes import Decodes, Planned
 from headrace.engine.model.cuda.drafting.drafts import CudaDrafts, depths
+from headrace.engine.model.cuda.drafting.inputs import LineInputs
 from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler, Variant
@@ -34,7 +35,7 @@ from headrace.ops.cuda.attention.registry import DecodeKernel, DecodeRoom
 from headrace.ops.cuda.attention.steps import CudaKv, DecodeStep, WholeStep
 from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.experts.registry import Padding
-from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
+from headrace.ops.cuda.fused import prepare_decode
 from headrace.ops.cuda.hazards import Launch
 
 __all__ = ["DecodeGraphs", "Key", "buckets"]
@@ -88,7 +89,8 @@ def _keys(bucket: int, way: _Way, variant: Variant | None, use: AdapterUse = NO_
     name, together = way
     if variant is None or not variant.masked:
         return [Key(bucket, name, variant, use, depth=depth, together=together)]
-    return [Key(bucket, name, None, use), Key(bucket, name, variant, use, has_logits=False)]
+    logits = Key(bucket, name, None, use, depth=depth, together=together)
+    return [logits, logits._replace(variant=variant, has_logits=False)]
 
 
 def _place(key: Key) -> _Place:
@@ -164,17 +166,17 @@ class DecodeGraphs:
         self._room = room(most_rows=self._buckets[-1], pdl=self._pdl)
         # A line sees the keys that other lines of its row store in the same step; as a row, it must not read too early.
         self._line_rooms = room(most_rows=lines, pdl=False), room(most_rows=lines, pdl=self._pdl)
-        self._all_inputs = self._allocate(lines)
-        self._inputs: dict[int, DecodeInputs] = {}
-        """Inputs of steps by their number of lines, all views of the largest ones."""
+        self._inputs = LineInputs(rows.table_RP, lines)
         self._graphs: dict[Key, _Graph] = {}
         self._is_capturing = True
         """Whether steps are captured, as all are but those of a foreign model that cannot be."""
         self._pool: Any = None
         self._plans: dict[_Place, Planned] = {}
         self._steps: dict[_Place, dict[MixerSpec, DecodeStep | WholeStep]] = {}
-        self._between: dict[tuple[int, str, AdapterUse], tuple[Tensor, HiddenStates | None]] = {}
-        """Logits, and states, that one graph leaves to another, which chooses, by (bucket, way, adapters)."""
+        self._between: dict[tuple[int, str, int, bool, AdapterUse], tuple[Tensor, HiddenStates | None]] = {}
+        """Logits, and states, that one graph leaves to another, which chooses, by place and adapters."""
+        self._lines_LV: Tensor | None = None
+        """Memory of such logits of all steps with drafts, which are too wide to be kept for each graph."""
         self._last_planned: _Place | None = None
 
     def capture(self, *, contexts: Sequence[int], variants: Sequence[Variant]) -> None:
@@ -192,7 +194,7 @@ class DecodeGraphs:
         token is chosen.
         """
         bucket = self._bucket_of[len(decodes.rows)]
-        depth = 0 if variant is None or variant.masked else self._depth(bucket, max(decodes.drafts, default=0))
+        depth = 0 if variant is None else self._depth(bucket, max(decodes.drafts, default=0))
         use = NO_USE
         if self._bank is not None:
             use = self._bank.use_of(np.repeat(self._rows.slots[decodes.rows], depth + 1))
@@ -222,8 +224,12 @@ class DecodeGraphs:
         return graphs
 
     def logits(self, keys: Sequence[Key]) -> Tensor:
-        """Return the logits that a masked variant's first graph leaves to its second: [rows or more, vocabulary]."""
-        return self._between[keys[0].bucket, keys[0].way, keys[0].use][0]
+        """Return the logits that a masked variant's first graph leaves to its second: [rows or more, vocabulary].
+
+        Of rows with drafts, these are the logits behind their last known tokens.
+        """
+        key = keys[0]
+        return self._between[(*_place(key), key.use)][0][:: key.depth + 1]
 
     def close(self) -> None:
         """Drop all graphs; none may be running."""
@@ -313,13 +319,14 @@ class DecodeGraphs:
 
     def _run(self, key: Key) -> None:
         """Run the decode step, or the part of it that the graph of `key` records."""
-        bucket, way, variant, use, has_logits, depth, _ = key
-        at = bucket, way, use
+        bucket, variant, depth, has_logits = key.bucket, key.variant, key.depth, key.has_logits
+        at = (*_place(key), key.use)
         logits_LV, states = self._logits(key) if has_logits else self._between[at]
         if variant is None:
-            self._between[at] = logits_LV, states  # kept, so that no other graph of the pool gets their memory
+            # Kept, so that no other graph of the pool gets their memory.
+            self._between[at] = self._kept(logits_LV) if depth else logits_LV, states
             return
-        batch_B, inputs = self._rows.active_R[:bucket], self._inputs[key.lines]
+        batch_B, inputs = self._rows.active_R[:bucket], self._inputs.of(key.lines)
         if depth:
             assert self._drafts is not None
             answer = self._drafts.choose(logits_LV, bucket, depth, inputs, variant, pdl=self._pdl)
@@ -333,7 +340,7 @@ class DecodeGraphs:
 
     def _logits(self, key: Key) -> tuple[Tensor, HiddenStates | None]:
         """Enqueue a step up to its logits, of each line; return these, and the states that a drafter reads, if any."""
-        rows, inputs, use, steps = self._rows, self._inputs[key.lines], key.use, self._steps[_place(key)]
+        rows, inputs, use, steps = self._rows, self._inputs.of(key.lines), key.use, self._steps[_place(key)]
         rows.apply()
         batch_B = rows.active_R[: key.bucket]
         if key.depth:
@@ -362,26 +369,19 @@ class DecodeGraphs:
                 hidden_LE = states.final_NE
         return self._decoder.logits(hidden_LE, adapted), states
 
-    def _allocate(self, lines: int) -> DecodeInputs:
-        """Return the inputs of the largest step."""
-        device = self._device
-        tokens, positions, lengths, tails = (torch.zeros(lines, dtype=torch.int32, device=device) for _ in range(4))
-        slots = torch.zeros(lines, dtype=torch.int64, device=device)
-        pages = self._rows.table_RP[:1].repeat(lines, 1)  # valid page numbers: the scratch page's
-        return DecodeInputs(tokens, positions, slots, lengths, pages, tails)
+    def _kept(self, logits_LV: Tensor) -> Tensor:
+        """Copy the logits of a step with drafts to where they stay until the next such step."""
+        if self._lines_LV is None:  # before any capture, which a run without one precedes
+            assert self._drafts is not None
+            self._lines_LV = logits_LV.new_empty(self._drafts.lines, logits_LV.shape[1])
+        return self._lines_LV[: len(logits_LV)].copy_(logits_LV)
 
     def _make_steps(self, key: Key) -> None:
         """Open the attention of a graph, if no graph of its bucket, way and depth has."""
         at, lines = _place(key), key.lines
         if at in self._steps:
             return
-        if lines not in self._inputs:
-            every = self._all_inputs
-            self._inputs[lines] = DecodeInputs(
-                every.tokens_B[:lines], every.positions_B[:lines], every.slots_B[:lines], every.seq_lens_B[:lines],
-                every.pages_BP[:lines], every.tails_B[:lines],
-            )  # fmt: skip
-        inputs, names = self._inputs[lines], key.way.split("+")
+        inputs, names = self._inputs.of(lines), key.way.split("+")
         names = names if len(names) > 1 else names * len(self._ways)
         room = self._line_rooms[key.together] if key.depth else self._room
         of_row = key.depth + 1 if key.together else 1

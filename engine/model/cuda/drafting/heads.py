@@ -118,7 +118,7 @@ class RecurrentDrafter:
         self._chain = self._ops.products.room.chain
         self._states = _States(rows, head.spec.block.hidden_size, self._ops.shape.dtype)
         self._page_size = self._ops.shape.page_size
-        self._inputs = LineInputs(rows, len(rows.lengths_R) - 1)
+        self._inputs = LineInputs(rows.table_RP, len(rows.lengths_R) - 1)
 
     @property
     def taps(self) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""`LineInputs`, the inputs of what drafters compute, and `write_drafts`, which puts drafts behind a row's tokens."""
+"""`LineInputs`, the inputs of decodes of any number of lines, and `write_drafts`, which puts drafts behind tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["LineInputs", "write_drafts"]
 
 
 class LineInputs:
-    """Inputs of decodes of a drafter's own, in memory for the largest of them."""
+    """Inputs of decodes, in memory for the largest of them."""
 
-    def __init__(self, rows: RowTable, most: int) -> None:
-        """Allocate for `most` lines."""
-        device = rows.table_RP.device
+    def __init__(self, table_RP: Tensor, most: int) -> None:
+        """Allocate for `most` lines of rows whose page numbers, int32, are `table_RP`."""
+        device = table_RP.device
         tokens, positions, lengths, tails = (torch.zeros(most, dtype=torch.int32, device=device) for _ in range(4))
         slots = torch.zeros(most, dtype=torch.int64, device=device)
-        pages = rows.table_RP[:1].repeat(most, 1)  # valid page numbers
+        pages = table_RP[:1].repeat(most, 1)  # valid page numbers: the scratch page's
         self._largest = DecodeInputs(tokens, positions, slots, lengths, pages, tails)
         self._of: dict[int, DecodeInputs] = {}
 

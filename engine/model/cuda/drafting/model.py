@@ -68,7 +68,7 @@ class ModelDrafter:
         self._chain, self._page_size = self._any.products.room.chain, self._any.shape.page_size
         self._padding_row: Final = len(rows.lengths_R) - 1
         lines = 2 * self._padding_row
-        self._inputs = LineInputs(rows, lines)
+        self._inputs = LineInputs(rows.table_RP, lines)
         most_lines, target = max(lines, rows.most_lines), model.target if model.reads_all else {}
         kinds = {ops.shape.key: ops for ops in model.ops.values()}
         self._attention = {
