@@ -10,14 +10,25 @@ import anyio
 import pytest
 import torch
 from draft_heads import SIZE, Eagle3Head, EagleHead, Head, MedusaHead
-from tiny_models import chat_folder
+from tiny_models import CONFIG, chat_folder
 
 from headrace.engine import Completion, Engine, SamplingParams
 from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.speculation import Eagle, Medusa
 
-__all__ = ["ASKED", "HEADS", "PROMPTS", "TOKENS", "always_deep", "ask_all", "chained_folder", "fit"]
-__all__ += ["gemma4_folder", "told"]
+__all__ = [
+    "ASKED",
+    "HEADS",
+    "PROMPTS",
+    "TOKENS",
+    "always_deep",
+    "ask_all",
+    "chained_folder",
+    "fit",
+    "gemma4_folder",
+    "small_folder",
+    "told",
+]
 
 TOKENS = 257
 
@@ -124,4 +135,24 @@ def gemma4_folder(folder: Path) -> Path:
         if "norm" not in name and "scal" not in name:
             torch.nn.init.normal_(parameter, 0.0, 0.2)
     model.save_pretrained(folder)
+    return folder
+
+
+def small_folder(folder: Path, family: str = "Llama", model: str = "ForCausalLM", **changes: Any) -> Path:
+    """A model of one narrow layer with the tokenizer of `chat_folder`."""
+    import transformers
+
+    chat_folder(folder)
+    torch.manual_seed(9)
+    sizes = CONFIG | {
+        "vocab_size": TOKENS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 2048, "eos_token_id": 256, "bos_token_id": None,
+    }  # fmt: skip
+    del sizes["architectures"], sizes["model_type"]
+    config, kind = (getattr(transformers, f"{family}{end}") for end in ("Config", model))
+    made = kind(config(**sizes | changes))
+    for name, parameter in made.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.4)
+    made.save_pretrained(folder)
     return folder

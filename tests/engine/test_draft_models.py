@@ -13,10 +13,11 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from drafting_engines import small_folder
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tiny_models import CONFIG, chat_folder, write_tokenizer
+from tiny_models import chat_folder, write_tokenizer
 
 from headrace.engine import Completion, Engine, InvalidParams, ModelRejected, SamplingParams
 from headrace.engine.model.cpu.draft_model import CpuDraftModel
@@ -61,26 +62,6 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def options(**more: Any) -> dict[str, Any]:
     return {"device": "cpu", "cpu_threads": 1, "kv_memory": "1MiB", "dtype": "float32", "seed": 3} | more
-
-
-def small_folder(folder: Path, family: str = "Llama", **changes: Any) -> Path:
-    """A model of one narrow layer with the tokenizer of `chat_folder`."""
-    import transformers
-
-    chat_folder(folder)
-    torch.manual_seed(9)
-    sizes = CONFIG | {
-        "vocab_size": TOKENS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 2048, "eos_token_id": 256, "bos_token_id": None,
-    }  # fmt: skip
-    del sizes["architectures"], sizes["model_type"]
-    config, kind = (getattr(transformers, f"{family}{end}") for end in ("Config", "ForCausalLM"))
-    made = kind(config(**sizes | changes))
-    for name, parameter in made.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.4)
-    made.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
