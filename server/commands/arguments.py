@@ -80,7 +80,7 @@ SpeculateOption = Annotated[
         "--speculate",
         help="Guess the next tokens and verify several in one step, such as ngram:k=4,longest=4, by a smaller model "
         "such as draft:MODEL,k=3, or by a trained head such as eagle:FOLDER,k=3, medusa:FOLDER or mtp; answers stay "
-        "the same. Smaller models guess on a CPU alone.",
+        "the same.",
     ),
 ]
 QuantizeOption = Annotated[

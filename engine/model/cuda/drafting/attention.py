@@ -1,4 +1,4 @@
-"""`HeadAttention`: how the layer of a draft head attends on CUDA, in decodes and behind prompts.
+"""`HeadAttention`: how the layers of a draft head or model attend on CUDA, in decodes and behind prompts.
 
 Its decodes need no plan of the host, since the drafts of a step are computed one after the other inside one graph, and
 are launched without overlap: what a draft reads, the one before it has just written.
@@ -31,7 +31,7 @@ _WAYS: Final = ("even", "split")
 
 
 class HeadAttention:
-    """The attention of one layer, whose pages have the numbers of the target's."""
+    """The attention of layers with heads of one shape, whose pages have the numbers of the target's."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class HeadAttention:
         """Choose the kernels.
 
         Args:
-            ops: The operations of the head's layer.
-            target: The operations of the target, by mixer.
+            ops: The operations of the layers.
+            target: The operations of the target, by mixer, where steps of prompts are whole; empty where not.
             pages: Block table on the host, int32 [rows, pages], kept up to date by its owner.
             most_lines: Most lines of a decode.
             kernels: The kernels of attention to choose among.
@@ -98,12 +98,12 @@ def _same(one: HeadShape, other: HeadShape) -> bool:
 def _decodes(shape: HeadShape, arch: Arch, kernels: Sequence[DecodeKernel]) -> DecodeKernel:
     by_name = {each.name: each for each in kernels}
     able = [by_name[name] for name in _WAYS if name in by_name and by_name[name].refuses(shape, arch) is None]
-    return next(each for each in able if compiles(each.builds(shape), "draft heads attend by another kernel"))
+    return next(each for each in able if compiles(each.builds(shape), "drafts attend by another kernel"))
 
 
 def _prefills(ops: CudaOps, kernels: Kernels) -> PrefillAttention:
     able, refused = resolve_prefill(kernels.prefills, ops.shape, ops.arch)
     for kernel in able:
-        if compiles(kernel.builds(ops.shape), f"draft heads read prompts without the kernel {kernel.name!r}"):
+        if compiles(kernel.builds(ops.shape), f"what drafts reads prompts without the kernel {kernel.name!r}"):
             return kernel.open(ops.shape, ops.device, pdl=ops.pdl)
-    raise DeviceUnavailable(f"device: no kernel attends for prompts of this draft head: {refused}")
+    raise DeviceUnavailable(f"device: no kernel attends for prompts of what drafts: {refused}")

@@ -29,7 +29,7 @@ from headrace.ops.cuda.fused import DecodeInputs, prepare_decode
 from headrace.ops.cuda.hazards import Launch
 from headrace.ops.cuda.kernels import Kernels
 
-__all__ = ["ModelDrafter", "SmallModel"]
+__all__ = ["ModelDrafter", "CudaDraftModel"]
 
 _PREPARATION: Final = Launch(
     "the preparation of drafts", overlaps=False, writes=frozenset(("pages", "lengths", "activations"))
@@ -37,7 +37,7 @@ _PREPARATION: Final = Launch(
 
 
 @dataclass(frozen=True, slots=True)
-class SmallModel:
+class CudaDraftModel:
     """A draft model on a GPU, which may serve several runners one after the other."""
 
     decoder: CudaDecoder
@@ -60,7 +60,7 @@ class ModelDrafter:
 
     taps: Final[tuple[int, ...] | None] = ()
 
-    def __init__(self, model: SmallModel, rows: RowTable) -> None:
+    def __init__(self, model: CudaDraftModel, rows: RowTable) -> None:
         """Draft for `rows`, whose last pages are those of the model's layers."""
         self._model, self._rows = model, rows
         self._kv: CudaKv = rows.kv[-model.decoder.spec.num_layers :]

@@ -19,7 +19,7 @@ from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import DecoderWeights, Source, load_weights
 from headrace.engine.model.cuda.drafting.drafts import OpenDrafts
-from headrace.engine.model.cuda.drafting.model import ModelDrafter, SmallModel
+from headrace.engine.model.cuda.drafting.model import CudaDraftModel, ModelDrafter
 from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, kinds_of
 from headrace.engine.model.drafting.draft_model import DraftSource, refused_as_draft
 from headrace.engine.model.latent import has_latents
@@ -39,7 +39,7 @@ __all__ = ["ModelOpening", "OpenModel"]
 class OpenModel:
     """A draft model on a GPU that knows how it makes drafts."""
 
-    def __init__(self, model: SmallModel) -> None:
+    def __init__(self, model: CudaDraftModel) -> None:
         """Draft by `model`."""
         self._model = model
 
@@ -117,7 +117,7 @@ class ModelOpening:
         small: CudaDecoder = Decoder(self._spec, weights, ops)
         self._weights = None
         return OpenModel(
-            SmallModel(
+            CudaDraftModel(
                 small, ops, target, self._context, self._context >= self._engine, self._draft.tokens,
                 self._draft.tokens >= self._vocab_size, kernels,
             )
