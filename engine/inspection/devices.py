@@ -5,12 +5,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, HeadraceError, InvalidParams
+from headrace.engine.inspection.drafts import DraftTensors
 from headrace.engine.inspection.facts import DeviceFacts, Fit, Problem
 from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.weight_parts import stored_parts
@@ -53,7 +54,11 @@ def devices_of(config: EngineConfig) -> list[torch.device]:
 
 
 def facts_of(
-    device: torch.device, config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel | None
+    device: torch.device,
+    config: EngineConfig,
+    spec: DecoderSpec,
+    source: Inventory | ForeignModel | None,
+    draft: DraftTensors | None = None,
 ) -> DeviceFacts:
     """Return what a decoder takes on a device.
 
@@ -63,8 +68,11 @@ def facts_of(
         spec: The shape of the model.
         source: The model's tensors in its open files, or the model that another library computes; None where files are
             damaged, so that nothing is known of the weights.
+        draft: The draft model, whose memory is counted with the model's; draft heads are not.
     """
-    return _on_cpu(config, spec, source) if device.type == "cpu" else _on_gpu(device, config, spec, source)
+    if device.type == "cpu":
+        return _on_cpu(config, spec, source, draft)
+    return _on_gpu(device, config, spec, source, draft)
 
 
 def encoder_facts(device: torch.device, config: EngineConfig, spec: EncoderSpec, folder: Path) -> DeviceFacts:
@@ -78,11 +86,14 @@ def encoder_facts(device: torch.device, config: EngineConfig, spec: EncoderSpec,
     return _facts(device, dtype, weights, None, free, problem=problem)
 
 
-def _on_cpu(config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel | None) -> DeviceFacts:
+def _on_cpu(
+    config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel | None, draft: DraftTensors | None
+) -> DeviceFacts:
     problem, sizes = None, None
     plain = config.model_copy(update={"kv_dtype": "auto"})
     try:
         sizes = _sizes(config, spec, source)
+        sizes = sizes if draft is None or sizes is None else draft.beside(sizes)
     except HeadraceError as error:
         problem = Problem.of(error)
         if config.kv_dtype != "auto":  # a GPU's option: the rest is known
@@ -117,7 +128,11 @@ def _known_sizes(config: EngineConfig, spec: DecoderSpec, source: Inventory | Fo
 
 
 def _on_gpu(
-    device: torch.device, config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel | None
+    device: torch.device,
+    config: EngineConfig,
+    spec: DecoderSpec,
+    source: Inventory | ForeignModel | None,
+    draft: DraftTensors | None,
 ) -> DeviceFacts:
     free, weights = torch.cuda.mem_get_info(device)[0], tuple[WeightPart, ...]()
     capacity, problem, advice = None, None, None
@@ -128,6 +143,9 @@ def _on_gpu(
             from headrace.engine.model.cuda.opening import checked_arch  # needs packages for machines with a GPU
 
             checked_arch(config, spec, device)
+            if draft is not None:
+                weights += _gpu_draft(config, spec, draft, weights)
+                page_bytes += _gpu_page_bytes(draft.draft.config, draft.draft.spec)
     except HeadraceError as error:
         problem = Problem.of(error)
     if source is not None and problem is None:
@@ -145,7 +163,24 @@ def _on_gpu(
     return _facts(device, DTYPE, weights, kv, free, capacity, told, problem, advice)
 
 
-def _gpu_weights(config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel) -> tuple[WeightPart, ...]:
+def _gpu_draft(
+    config: EngineConfig, spec: DecoderSpec, draft: DraftTensors, target: tuple[WeightPart, ...]
+) -> tuple[WeightPart, ...]:
+    """Return the weights of a draft model beside those of its target.
+
+    Raises:
+        InvalidParams: A GPU takes no such draft model.
+    """
+    from headrace.engine.model.cuda.drafting.model_opening import check_draft_model  # needs packages for a GPU
+
+    source, own = draft
+    check_draft_model(config, spec, source.spec)
+    return source.parts_beside(target, _gpu_weights(source.config, source.spec, own))
+
+
+def _gpu_weights(
+    config: EngineConfig, spec: DecoderSpec, source: Inventory | ForeignModel | Literal["random"]
+) -> tuple[WeightPart, ...]:
     if isinstance(source, ForeignModel):
         return source.parts(DTYPE)
     weights = describe_weights(

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import HeadraceError
 from headrace.engine.inspection.devices import devices_of, encoder_facts, facts_of
+from headrace.engine.inspection.drafts import DraftTensors
 from headrace.engine.inspection.facts import DeviceFacts, ModelFacts, ModelShape, Problem
 from headrace.engine.inspection.shapes import shape_of_config, shape_of_decoder, shape_of_encoder, shape_of_header
 from headrace.engine.life.model_files import find_model
@@ -93,7 +94,10 @@ def inspect_model(config: EngineConfig) -> ModelFacts:
         held = _Held() if source is None else found.attempt(lambda: _held(source, spec, foreign, files)) or _Held()
         if isinstance(source, Path) and spec is not None:
             found.attempt(lambda: check_folder(source))
-        devices = _devices(config, spec, held.source, found)
+        draft = None
+        if isinstance(spec, DecoderSpec):
+            draft = found.attempt(lambda: DraftTensors.of(config, spec, files))
+        devices = _devices(config, spec, held.source, draft, found)
     return ModelFacts(
         model=config.model,
         path=None if path is None else str(path),
@@ -173,11 +177,12 @@ def _devices(
     config: EngineConfig,
     spec: DecoderSpec | EncoderSpec | None,
     source: Inventory | ForeignModel | Path | None,
+    draft: DraftTensors | None,
     found: _Found,
 ) -> Sequence[DeviceFacts]:
     devices = found.attempt(lambda: devices_of(config)) or []
     if isinstance(spec, DecoderSpec) and not isinstance(source, Path):
-        return [facts_of(device, config, spec, source) for device in devices]
+        return [facts_of(device, config, spec, source, draft) for device in devices]
     if isinstance(spec, EncoderSpec) and isinstance(source, Path):
         return [encoder_facts(device, config, spec, source) for device in devices]
     return []

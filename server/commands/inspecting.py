@@ -38,6 +38,14 @@ def inspect(
         int | None,
         typer.Option(help="Tokens of a prompt and its answer together, as an engine opened with max_context.", min=2),
     ] = None,
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            "--speculate",
+            help="As an engine that drafts, such as by a smaller model (draft:MODEL,k=3), whose memory is counted, "
+            "while that of draft heads is not.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print what a model takes and what fits here.
@@ -59,6 +67,7 @@ def inspect(
             quantize_head=quantize_head,
             kv_dtype=kv_dtype,
             max_context=context,
+            speculation=speculate,
         )
     facts = inspect_model(config)
     if as_json:

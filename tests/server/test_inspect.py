@@ -8,6 +8,7 @@ import json
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from drafting_engines import small_folder
 from emulated_cuda import emulated
 from gguf import GGMLQuantizationType as Kind
 from gguf_models import write_model
@@ -142,6 +144,23 @@ def test_a_gpu(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monk
         made.runner.close()
     check_against(made.info, facts)
     assert facts.devices[0].device == "cuda:0" and "H200" in facts.devices[0].name
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_draft_model_is_counted(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, small = tiny_models.chat_folder(tmp_path / "model"), small_folder(tmp_path / "small", num_hidden_layers=3)
+    options = {"device": device, "speculation": f"draft:{small},quantize=int8", "max_rows": 8, "max_context": 128}
+    with emulated() if device == "cuda" else nullcontext():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+        config = EngineConfig(model=model, **options)
+        facts = importlib.import_module("headrace.engine.inspection.inspect").inspect_model(config)
+        made = importlib.import_module("headrace.engine.life.build").open_engine(config)
+        made.runner.close()
+    check_against(made.info, facts)
+    (found,) = facts.devices
+    assert [part.nbytes for part in found.weights if part.part == "draft model"]
+    code, told = facts_of(model, "--device", "cpu", "--speculate", f"draft:{tmp_path / 'nowhere'}")
+    assert code == 1 and told["problems"][0]["field"] == "speculation.path"
 
 
 def test_a_gpu_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,15 +76,15 @@ class DraftSource:
 def open_draft_model(
     config: EngineConfig,
     target: DecoderSpec,
-    table: TokenTable,
-    read_table: Callable[[GgufFile | Path], TokenTable],
+    table: TokenTable | None,
+    read_table: Callable[[GgufFile | Path], TokenTable] | None,
 ) -> Iterator[DraftSource | None]:
     """Yield the draft model that `config` names; None if it names none.
 
     Args:
         config: Options of the engine.
         target: The model that is to be drafted for.
-        table: Its tokens; not looked at where weights are random.
+        table: Its tokens; not looked at where weights are random. None, with `read_table`, compares no tokens.
         read_table: Returns the tokens of a model.
 
     Raises:
@@ -107,7 +107,7 @@ def open_draft_model(
             found = _opened(config, asked, files)
             if found.source == "random":
                 _check_sizes(found, target)
-            else:
+            elif table is not None and read_table is not None:
                 assert not isinstance(found.source, str)
                 check_vocabularies(found.name, read_table(found.source), table)
         if found.spec.max_context < min(target.max_context, config.max_context or target.max_context):

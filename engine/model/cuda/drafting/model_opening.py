@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn
 
 import torch
 
@@ -33,7 +32,7 @@ from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.cuda.kernels import Kernels
 
-__all__ = ["ModelOpening", "OpenModel"]
+__all__ = ["ModelOpening", "OpenModel", "check_draft_model"]
 
 
 class OpenModel:
@@ -65,8 +64,7 @@ class ModelOpening:
         Raises:
             InvalidParams: One of the two models keeps latent vectors.
         """
-        if has_latents(target) or has_latents(draft.spec):
-            _refuse(config, "on a GPU, a model that keeps latent vectors neither has a draft model nor is one")
+        check_draft_model(config, target, draft.spec)
         self._draft, self._engine = draft, gpu_limits(config, target).context
         self._context = min(self._engine, draft.spec.max_context)
         self._spec, self._vocab_size = within_context(draft.spec, self._context), target.vocab_size
@@ -124,7 +122,13 @@ class ModelOpening:
         )  # fmt: skip
 
 
-def _refuse(config: EngineConfig, why: str) -> NoReturn:
-    raise InvalidParams(
-        f"speculation: {why}, got {config.speculation}", field="speculation", value=config.speculation, limit=None
-    )
+def check_draft_model(config: EngineConfig, target: DecoderSpec, draft: DecoderSpec) -> None:
+    """Refuse what a GPU does not compute.
+
+    Raises:
+        InvalidParams: The draft model or its target keeps latent vectors.
+    """
+    if has_latents(target) or has_latents(draft):
+        why = "on a GPU, a model that keeps latent vectors neither has a draft model nor is one"
+        asked = config.speculation
+        raise InvalidParams(f"speculation: {why}, got {asked}", field="speculation", value=asked, limit=None)
