@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import anyio
 import pytest
 from drafting_engines import ASKED, always_deep, ask_all, small_folder
 from emulated_cuda import Gpu, emulated
+from gpu.conftest import Zoo
+from gpu.test_hosted import check_late_masks
 from tiny_models import chat_folder
 
-from headrace.engine import Completion, Engine, SamplingParams
-from headrace.engine.speculation import DraftModel
+from headrace.engine import Completion, Engine, InvalidParams, SamplingParams
+from headrace.engine.speculation import DraftModel, Ngram
 
 LONG: list[dict[str, Any]] = [{"max_tokens": 50, **each} for each in ASKED]
 PAGE = 2 * 16 * 2 * 8 * 2
@@ -177,6 +180,13 @@ def test_rows_that_wait_for_the_host_let_others_draft(
     assert anyio.run(lambda: run(speculation=DraftModel(model, k=3))) == anyio.run(run)
 
 
+def test_masks_may_be_late_where_others_draft(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_deep(monkeypatch)
+    folder = Zoo(tmp_path, "cuda").folder("speaking")
+    options = {"speculation": Ngram(k=3), "launch_ahead": 2, "max_rows": 30, "max_context": 512}
+    anyio.run(partial(check_late_masks, folder, "cuda", monkeypatch, **options))
+
+
 def test_a_draft_model_comes_back_after_sleep_and_is_told_of(
     model: Path, alone: list[Any], gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,3 +206,17 @@ def test_a_draft_model_comes_back_after_sleep_and_is_told_of(
                 assert engine.stats().drafted_tokens > before.drafted_tokens
 
     anyio.run(run)
+
+
+@pytest.mark.parametrize("is_target", [True, False], ids=["target", "draft model"])
+def test_models_with_latent_vectors_are_refused(is_target: bool, gpu: Gpu, tmp_path: Path) -> None:
+    zoo = Zoo(tmp_path, "cuda")
+    plain, latent = zoo.folder("exact"), zoo.folder("deepseek v2")
+    target, draft = (latent, plain) if is_target else (plain, latent)
+
+    async def run() -> None:
+        async with Engine(target, speculation=DraftModel(draft), **options()):
+            pass
+
+    with pytest.raises(InvalidParams, match="speculation: on a GPU, a model that keeps latent vectors"):
+        anyio.run(run)
