@@ -7,6 +7,7 @@ other ones do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, repeat
 
 from headrace.engine.errors import NonFiniteLogits, NoTokenLeft, RequestFailed
 from headrace.engine.scheduling.memory.pages import PagePool
@@ -17,7 +18,7 @@ from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import Chosen, NoToken, StepPart, StepResult
 from headrace.engine.scheduling.roster import Roster
 from headrace.engine.scheduling.shaping import Report
-from headrace.engine.scheduling.speculation.runs import gain_run, runs_of, true_part
+from headrace.engine.scheduling.speculation.runs import accept_runs, counts_of, runs_of, true_part
 from headrace.engine.scheduling.suspension import Suspension
 
 __all__ = ["Commits"]
@@ -120,30 +121,35 @@ class Commits:
 
     def _commit_runs(self, plan: StepPlan, result: StepResult) -> Committed:
         """Commit a step that verified drafts, so that a decode has one new token or several."""
-        runs = runs_of(plan, result)
+        counts = counts_of(plan, result)
+        full, others = accept_runs(plan, result, counts, self._vocab_size, self._pool.page_size)
+        gained = zip(plan.decodes, counts, strict=False)
+        self._roster.charge((request, count - 1) for request, count in gained if request not in others)
+        for request in full:
+            self._prefixes.offer(request)
+        if others:
+            return self._commit_other_runs(plan, result, counts, others)
+        return Committed(_repeated(plan.decodes, counts), result.ids, [])
+
+    def _commit_other_runs(
+        self, plan: StepPlan, result: StepResult, counts: Sequence[int], others: set[Request]
+    ) -> Committed:
+        """Commit the work items of `others`, and return what the whole step means."""
         self._begin(plan, result)
         gained: list[Request] = []
         tokens: list[int] = []
-        size, vocab_size, instead = self._pool.page_size, self._vocab_size, result.instead
-        for index, (request, drafts, (first, ids)) in enumerate(zip(plan.decodes, plan.drafts, runs, strict=False)):
-            count = len(ids)
-            is_whole = not instead or first + count - 1 not in instead
-            if is_whole and gain_run(request, drafts, ids, vocab_size):
-                if count > 1:
-                    self._roster.charge(request, count - 1)
-                if request.computed % size < count:  # a page is full since the step before
-                    self._prefixes.offer(request)
-                gained += [request] * count
+        decodes = len(plan.decodes)
+        runs = zip(plan.shares(), runs_of(result.ids, counts), strict=True)
+        for index, ((request, start, count, samples), (place, ids)) in enumerate(runs):
+            if request not in others:
+                gained += [request] * len(ids)
                 tokens += ids
+                continue
+            part = StepPart(index, start, start + count, samples, result.instead.get(place, ids[0]), place, result)
+            if index < decodes:
+                self._commit_run(request, part, plan.drafts[index], ids)
             else:
-                end = plan.starts[index] + 1
-                token = instead.get(first, ids[0])
-                self._commit_run(request, StepPart(index, end - 1, end, True, token, first, result), drafts, ids)
-        first = len(result.ids) - len(plan.others)
-        for index, (request, _, start, count, samples) in enumerate(plan.others):
-            token = instead.get(first + index, result.ids[first + index])
-            item, end = len(plan.decodes) + index, start + count
-            self._commit_one(request, StepPart(item, start, end, samples, token, first + index, result))
+                self._commit_one(request, part)
         return Committed(gained, tokens, self._new_emissions())
 
     def _commit_run(self, request: Request, part: StepPart, drafts: int, ids: Sequence[int]) -> None:
@@ -155,7 +161,7 @@ class Commits:
         latest = part.result.instead.get(last, ids[-1])
         if not _has_ended(request):
             request.settle(drafts, len(ids))
-            self._roster.charge(request, max(0, len(ids) - 1 - isinstance(latest, NoToken)))
+            self._roster.charge([(request, max(0, len(ids) - 1 - isinstance(latest, NoToken)))])
         for place, token in enumerate(ids[:-1], part.place):
             if not _has_ended(request):
                 self._take(request, true_part(request, part, place, token))
@@ -241,6 +247,11 @@ def _accept_tokens(
         else:
             others.add(request)
     return full, others
+
+
+def _repeated(requests: Sequence[Request], counts: Sequence[int]) -> list[Request]:
+    """Return each request as often as its count says, in order."""
+    return list(chain.from_iterable(map(repeat, requests, counts)))
 
 
 def _has_ended(request: Request) -> bool:

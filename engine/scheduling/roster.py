@@ -8,7 +8,8 @@ counts as draining.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from headrace.adapters.slots import SlotTable
 from headrace.engine.errors import RequestFailed
@@ -28,6 +29,11 @@ __all__ = ["Roster", "service_order"]
 def service_order(request: Request) -> tuple[int, int, int]:
     """Return the key by which running requests are sorted."""
     return request.order
+
+
+def _further_works(request: Request, tokens: int) -> Iterable[Work]:
+    """Return a work item of one token, as often as there are tokens."""
+    return repeat(Work(request, request.row, len(request.tokens) - 1, 1, True), tokens)
 
 
 class Roster:
@@ -98,11 +104,12 @@ class Roster:
         self._prefixes.promise(request)
         self._policy.started(request)
 
-    def charge(self, request: Request, tokens: int) -> None:
-        """Charge for `tokens` tokens more than the one that was charged when a step was planned."""
-        if tokens:
-            work = Work(request, request.row, len(request.tokens) - 1, 1, True)
-            self._policy.served([work] * tokens)
+    def charge(self, further: Iterable[tuple[Request, int]]) -> None:
+        """Charge each request for so many tokens more than the one that was charged when a step was planned.
+
+        The policy is given the work items as it asks for them: one that charges nobody costs nothing here.
+        """
+        self._policy.served(work for request, tokens in further for work in _further_works(request, tokens))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End `request`, which has not ended, with `reason`."""

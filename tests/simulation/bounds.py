@@ -6,7 +6,7 @@ Wraps the methods of a scheduler and keeps accounts of its own; asks no policy w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -175,10 +175,14 @@ class Bounds:
                 self._charge(request, "output_cost", 1)
         return made
 
-    def _gain(self, call: Callable[[Request, int], None], request: Request, tokens: int) -> None:
-        """Right drafts gave a request more tokens than the one that was charged with the plan."""
-        call(request, tokens)
-        self._charge(request, "output_cost", tokens)
+    def _gain(
+        self, call: Callable[[Iterable[tuple[Request, int]]], None], further: Iterable[tuple[Request, int]]
+    ) -> None:
+        """Right drafts gave requests more tokens than the one that was charged with the plan."""
+        runs = list(further)
+        call(runs)
+        for request, tokens in runs:
+            self._charge(request, "output_cost", tokens)
 
     def _end(self, call: Callable[[Request], None], request: Request) -> None:
         call(request)

@@ -5,7 +5,7 @@ Each function plants one, and its name says what happens then. No tests here: te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +15,7 @@ from simulation.rig import Rig
 from headrace.engine.scheduling import commit, planner
 from headrace.engine.scheduling.plan import PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.result import StepResult
 from headrace.engine.testing import ScriptedStep, scripted_token
 
 __all__: list[str] = []
@@ -112,34 +113,39 @@ def a_page_with_drafts_is_offered(rig: Rig) -> None:
     replace(prefixes, "offer", make)
 
 
+def behind_runs(rig: Rig, change: Callable[[Request, int, int], None]) -> None:
+    """Call `change` with each request that gained a run, its drafts and its number of tokens."""
+
+    def make(accept_runs: Callable[..., Any]) -> Callable[..., Any]:
+        def accepts(plan: StepPlan, result: StepResult, counts: Sequence[int], *rest: Any) -> Any:
+            full, others = accept_runs(plan, result, counts, *rest)
+            for request, drafts, count in zip(plan.decodes, plan.drafts, counts, strict=False):
+                if request not in others:
+                    change(request, drafts, count)
+            return full, others
+
+        return accepts
+
+    during(rig.scheduler, "commit", commit, "accept_runs", make)
+
+
 @planted
 def bounds_are_one_short(rig: Rig) -> None:
-    def make(commit_run: Callable[..., bool]) -> Callable[..., bool]:
-        def gains(request: Request, drafts: int, *rest: Any) -> bool:
-            gained = commit_run(request, drafts, *rest)
-            if gained and drafts and request.in_flight:
-                request.known -= 1
-                request.planned -= 1
-            return gained
+    def shorten(request: Request, drafts: int, _: int) -> None:
+        if drafts and request.in_flight:
+            request.known -= 1
+            request.planned -= 1
 
-        return gains
-
-    during(rig.scheduler, "commit", commit, "gain_run", make)
+    behind_runs(rig, shorten)
 
 
 @planted
 def bounds_are_never_made_closer(rig: Rig) -> None:
-    def make(gain_run: Callable[..., bool]) -> Callable[..., bool]:
-        def gains(request: Request, drafts: int, ids: Any, vocab_size: int) -> bool:
-            gained = gain_run(request, drafts, ids, vocab_size)
-            if gained:
-                request.known += drafts + 1 - len(ids)
-                request.planned += drafts + 1 - len(ids)
-            return gained
+    def widen(request: Request, drafts: int, count: int) -> None:
+        request.known += drafts + 1 - count
+        request.planned += drafts + 1 - count
 
-        return gains
-
-    during(rig.scheduler, "commit", commit, "gain_run", make)
+    behind_runs(rig, widen)
 
 
 @planted
@@ -159,21 +165,15 @@ def the_depth_of_a_launched_step_changes(rig: Rig) -> None:
 
 @planted
 def further_tokens_are_for_nothing(rig: Rig) -> None:
-    rig.scheduler.roster.charge = lambda request, tokens: None  # type: ignore[method-assign]
+    rig.scheduler.roster.charge = lambda further: None  # type: ignore[method-assign]
 
 
 @planted
 def drafts_are_charged_whether_they_are_right_or_not(rig: Rig) -> None:
-    def make(gain_run: Callable[..., bool]) -> Callable[..., bool]:
-        def gains(request: Request, drafts: int, ids: Any, vocab_size: int) -> bool:
-            gained = gain_run(request, drafts, ids, vocab_size)
-            if gained:
-                rig.scheduler.roster.charge(request, drafts + 1 - len(ids))
-            return gained
+    def charge(request: Request, drafts: int, count: int) -> None:
+        rig.scheduler.roster.charge([(request, drafts + 1 - count)])
 
-        return gains
-
-    during(rig.scheduler, "commit", commit, "gain_run", make)
+    behind_runs(rig, charge)
 
 
 @planted

@@ -6,7 +6,7 @@ Owns the steps in flight and the record of what happened; never decides what hap
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import NoToken, StepResult
 from headrace.engine.scheduling.scheduler import Scheduler
 from headrace.engine.scheduling.speculation.counts import Speculation
-from headrace.engine.scheduling.speculation.runs import runs_of
+from headrace.engine.scheduling.speculation.runs import counts_of, runs_of
 from headrace.engine.testing import scripted_token, scripted_vector
 
 __all__ = ["Rig", "capacity", "reference", "say_commit", "say_plan"]
@@ -493,9 +493,10 @@ class Rig:
         roster = self.scheduler.roster
         charge = roster.charge
 
-        def charges(request: Request, tokens: int) -> None:
-            self._charged += 0 if request.asked.jumps else tokens
-            charge(request, tokens)
+        def charges(further: Iterable[tuple[Request, int]]) -> None:
+            runs = list(further)
+            self._charged += sum(tokens for request, tokens in runs if not request.asked.jumps)
+            charge(runs)
 
         roster.charge = charges  # type: ignore[method-assign]
 
@@ -574,7 +575,7 @@ def _changed(result: StepResult, index: int, token: int | NoToken) -> StepResult
 def say_commit(plan: StepPlan, result: StepResult) -> str:
     got = " ".join(
         f"r{work.request.id}={','.join(map(str, ids))}{result.instead.get(place + len(ids) - 1, '')}"
-        for (place, ids), work in zip(runs_of(plan, result), plan.works, strict=True)
+        for (place, ids), work in zip(runs_of(result.ids, counts_of(plan, result)), plan.works, strict=True)
         if work.samples
     )
     return f"commit     step {plan.step}: {got or 'no tokens'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from headrace.engine.scheduling.plan import StepPlan
@@ -53,13 +54,13 @@ class Speculation:
             counts = result.counts or [1] * plan.size
             drafted = result.drafted or [0] * len(plan.drafts)
             self.rule.observe_runs(plan.drafts, drafted, counts)
-            for drafts, count in zip(drafted, counts, strict=False):
+            for (drafts, count), rows in Counter(zip(drafted, counts, strict=False)).items():
                 if drafts:
-                    self.runs += 1
-                    self.drafted += drafts
-                    self.accepted += count - 1
+                    self.runs += rows
+                    self.drafted += drafts * rows
+                    self.accepted += (count - 1) * rows
                     for place in range(count - 1):
-                        self.accepted_at[place] += 1
+                        self.accepted_at[place] += rows
         contexts = [start for request, start in zip(plan.decodes, plan.starts, strict=True) if request.asked.speculates]
         if contexts and not plan.others:
             drafts = sum(plan.drafts if self._padded and result.drafted else result.drafted)

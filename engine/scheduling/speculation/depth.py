@@ -5,6 +5,7 @@ It is pure: others tell it what steps took and yielded. Next to read: counts.py,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -115,11 +116,14 @@ class DepthRule:
 
     def observe_runs(self, allowed: Sequence[int], drafted: Sequence[int], tokens: Sequence[int]) -> None:
         """Take in how many drafts the rows of a step were allowed and had, and how many tokens they yielded."""
+        rows = Counter(zip(allowed, drafted, tokens, strict=False))  # few kinds, however many rows
         for place in range(self._most):
-            rows = [each for each, most in enumerate(allowed) if most > place]
-            if rows:
-                self._there[place].add(sum(drafted[each] > place for each in rows) / len(rows))
-                self._right[place].add(sum(tokens[each] > place + 1 for each in rows) / len(rows))
+            asked = sum(count for (most, _, _), count in rows.items() if most > place)
+            if asked:
+                there = sum(count for (most, had, _), count in rows.items() if most > place and had > place)
+                right = sum(count for (most, _, got), count in rows.items() if most > place and got > place + 1)
+                self._there[place].add(there / asked)
+                self._right[place].add(right / asked)
 
     def _decide(self, times: _Times, rows: int) -> None:
         """Choose a depth for a number of steps."""

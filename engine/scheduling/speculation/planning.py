@@ -17,15 +17,21 @@ def plan_drafts(plan: StepPlan, pool: PagePool, spare: int) -> None:
         pool: The pages.
         spare: Pages to leave for others, so that drafts preempt nobody now or in the next step.
     """
+    depth, size = plan.depth, pool.page_size
     for request in plan.decodes:
-        drafts = 0
-        if request.asked.speculates and not request.leaving:
-            wanted = min(plan.depth, request.limit - request.known)
+        if not request.asked.speculates or request.leaving:
+            plan.drafts.append(0)
+            continue
+        drafts = depth
+        if request.planned + depth > request.plain_until:  # pages or the limit may be nearer than that
+            wanted = min(depth, request.limit - request.known)
             _grow(plan, pool, spare, request, request.planned + wanted)
-            drafts = max(0, min(wanted, request.room(pool.page_size) - request.planned))
-            request.reach += drafts
-            request.planned += drafts
-            request.known += drafts
+            drafts = max(0, min(wanted, request.room(size) - request.planned))
+            if request.plain_until:
+                request.plain_until = min(request.room(size), request.limit - 2)
+        request.reach += drafts
+        request.planned += drafts
+        request.known += drafts
         plan.drafts.append(drafts)
     plan.tokens += sum(plan.drafts)
     if not any(plan.drafts):

@@ -3,57 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import gt
 
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import NoToken, StepPart, StepResult
 
-__all__ = ["gain_run", "runs_of", "true_part"]
+__all__ = ["accept_runs", "counts_of", "runs_of", "true_part"]
 
 
-def runs_of(plan: StepPlan, result: StepResult) -> Iterator[tuple[int, list[int]]]:
-    """Return (place of the first id in `result.ids`, ids) of each work item of `plan`, in order.
+def counts_of(plan: StepPlan, result: StepResult) -> Sequence[int]:
+    """Return the number of ids that each work item of `plan` was given, in order.
 
     Raises:
         ValueError: An item has no id, or more than its drafts allow, which is a defect of the runner.
     """
-    counts = result.counts
+    counts = [1] * len(result.ids) if result.counts is None else result.counts
     most = [1 + drafts for drafts in plan.drafts] + [1] * (plan.size - len(plan.drafts))
-    if counts is None:
-        counts = [1] * len(result.ids)
     fit = len(counts) == plan.size and sum(counts) == len(result.ids)
-    if not fit or any(not 1 <= count <= limit for count, limit in zip(counts, most, strict=True)):
+    if not fit or min(counts, default=1) < 1 or any(map(gt, counts, most)):
         raise ValueError(f"{len(result.ids)} tokens for {plan.size} works with {sum(plan.drafts)} drafts")
-    return _cut(list(result.ids), counts)
+    return counts
 
 
-def _cut(ids: list[int], counts: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+def runs_of(ids: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield (place of the first id, ids) of each work item, in order; `counts` has the number of ids of each."""
     place = 0
     for count in counts:
         yield place, ids[place : place + count]
         place += count
 
 
-def gain_run(request: Request, drafts: int, ids: Sequence[int], vocab_size: int) -> bool:
-    """Append a run of ids to the tokens of a plain request that goes on; return False if it needs a closer look.
+def accept_runs(
+    plan: StepPlan, result: StepResult, counts: Sequence[int], vocab_size: int, page_size: int
+) -> tuple[list[Request], set[Request]]:
+    """Append the runs of a step that verified drafts to its decodes for which `Request.plain_until` allows it.
+
+    Steps of hundreds of rows pass this loop, so it does for each row what it must and no more.
 
     Args:
-        request: The request of a decode.
-        drafts: Number of drafts that the step might verify for it.
-        ids: What the step gave it, at least one id.
+        plan: The plan of the step.
+        result: The result of the step.
+        counts: Number of ids of each work item, as `counts_of` returns them.
         vocab_size: Size of the vocabulary; an id outside it is a defect of the device.
+        page_size: Tokens in a page.
+
+    Returns:
+        Requests among these decodes that have filled a page, and the requests of all other work items, which were given
+        nothing.
     """
-    count = len(ids)
-    end = len(request.tokens) + count
-    if end > request.plain_until + 1 or (request.stop_ids and not request.stop_ids.isdisjoint(ids)):
-        return False
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        return False
-    request.in_flight -= 1
-    request.settle(drafts, count)
-    request.tokens += ids
-    request.computed = end - 1
-    return True
+    ids, instead = list(result.ids), result.instead
+    are_ids = _are_ids(ids, vocab_size)
+    full: list[Request] = []
+    others = {work.request for work in plan.others}
+    place = 0
+    for request, drafts, count in zip(plan.decodes, plan.drafts, counts, strict=False):
+        run, tokens = ids[place : place + count], request.tokens
+        place += count
+        end = len(tokens) + count - 1
+        if (
+            end > request.plain_until
+            or not request.stop_ids.isdisjoint(run)
+            or (instead and place - 1 in instead)
+            or not (are_ids or _are_ids(run, vocab_size))
+        ):
+            others.add(request)
+            continue
+        tokens += run
+        request.in_flight -= 1
+        request.reach -= drafts
+        if drafts >= count:
+            request.planned -= drafts + 1 - count
+            request.known -= drafts + 1 - count
+        request.computed = end
+        if end % page_size < count:
+            full.append(request)
+    return full, others
+
+
+def _are_ids(ids: Sequence[int], vocab_size: int) -> bool:
+    return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
 
 
 def true_part(request: Request, part: StepPart, place: int, token: int | NoToken) -> StepPart:

@@ -9,7 +9,7 @@ from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.speculation.depth import DepthRule
-from headrace.engine.scheduling.speculation.runs import runs_of
+from headrace.engine.scheduling.speculation.runs import counts_of, runs_of
 
 
 def deep(depth: int, *, rate: float = 1.0, most: int = 4, ahead: int = 2, **sizes: int) -> Rig:
@@ -128,12 +128,13 @@ def test_a_runner_that_returns_more_tokens_than_were_planned_is_at_fault() -> No
     rig.launch()
     plan = rig.launch()
     assert plan is not None and plan.drafts == [2]
-    assert list(runs_of(plan, StepResult([7, 8, 9], counts=[3]))) == [(0, [7, 8, 9])]
+    assert counts_of(plan, StepResult([7, 8, 9], counts=[3])) == [3]
+    assert list(runs_of([7, 8, 9, 10], [3, 1])) == [(0, [7, 8, 9]), (3, [10])]
     for ids, counts in (([7, 8, 9, 10], [4]), ([], [0]), ([7, 8], [1]), ([7], [1, 0])):
         with pytest.raises(ValueError, match="2 drafts"):
-            runs_of(plan, StepResult(ids, counts=counts))
+            counts_of(plan, StepResult(ids, counts=counts))
     bare = StepPlan(0)
-    assert list(runs_of(bare, StepResult([]))) == []
+    assert counts_of(bare, StepResult([])) == []
 
 
 class Device:
