@@ -161,7 +161,7 @@ class Drafting(Target):
             last[work.row] = end - (tokens - 1) + right, start + right + 2
             for place in range(start + 1, start + right + 2):
                 self._put(table, work, place, rows[work.row].ids[place])
-        self._head.take_up(batch, hidden, last)
+        self._head.take_up(works, batch, hidden, last)
         asked = [DraftAsk(work, known[work.row], count) for work in works]
         for ask, drafts in zip(asked, self._head.drafts(asked), strict=True):
             found[ask.work.row] = drafts
@@ -218,7 +218,7 @@ class Drafting(Target):
             if work.start + work.num_tokens == rows[work.row].computed:
                 ended.append(DraftAsk(work, len(rows[work.row].ids), count))
                 last[work.row] = place, len(rows[work.row].ids)
-        self._head.take_up(batch, hidden, last)
+        self._head.take_up(works, batch, hidden, last)
         for ask, drafts in zip(ended, self._head.drafts(ended), strict=True):
             found[ask.work.row] = drafts
 

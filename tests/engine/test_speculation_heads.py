@@ -30,7 +30,10 @@ from tiny_models import chat_folder
 from headrace.engine import DeviceUnavailable, Engine, InvalidParams, ModelRejected, SamplingParams
 from headrace.engine.model.cpu.drafts import CpuDrafts
 from headrace.engine.model.cpu.heads import DraftAsk
+from headrace.engine.model.cpu.untaken import KEPT
+from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
 from headrace.engine.model.drafting.ngram import NgramDrafter
+from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.speculation import Eagle, Medusa, Mtp, Speculation
 from headrace.ops.cpu.native.library import library
 
@@ -134,6 +137,76 @@ def test_an_engine_drafts_what_the_definition_says(
     assert len(filled) > 50 and len(filled) >= 0.9 * len(drafts)
     for tokens, each in filled[::3]:
         assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each)), tokens
+
+
+def deep_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """From now on every step after so many without drafts has some."""
+    asked = 0
+
+    def choose(self: DepthRule, rows: int, context: int) -> int:
+        nonlocal asked
+        asked += 1
+        return 0 if asked % (steps + 1) else 3
+
+    monkeypatch.setattr(DepthRule, "choose", choose)
+
+
+@native
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_takes_up_what_it_missed_before_it_drafts(
+    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    deep_after(monkeypatch, 9)
+    drafts = recorded(monkeypatch)
+    torch.manual_seed(3)
+    make, method = HEADS[name]
+    head = fit(make())
+    passes: list[int] = []
+    advance = RecurrentHead.advance
+
+    def counted(self: Any, tokens_N: torch.Tensor, *rest: Any) -> torch.Tensor:
+        passes.append(len(tokens_N))
+        return advance(self, tokens_N, *rest)
+
+    monkeypatch.setattr(RecurrentHead, "advance", counted)
+
+    async def run() -> None:
+        speculation = method(head.write(tmp_path / "head"), k=3)
+        async with Engine(model, speculation=speculation, **options(prefix_cache=False)) as engine:
+            await engine.generate(PROMPTS[2], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+
+    anyio.run(run)
+    reference = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    filled = [(ask.work.request.tokens[: ask.length], each) for ask, each in drafts if each]
+    assert 4 <= len(filled) <= 7
+    for tokens, each in filled:
+        assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each)), tokens
+    if name != "Medusa":
+        assert len(passes) == 3 * len(filled) and max(passes) >= 9, "what was missed is one pass, and two drafts follow"
+
+
+@native
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_missed_too_much_changes_no_answer(
+    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep_after(monkeypatch, KEPT + 9)
+    torch.manual_seed(3)
+    make, method = HEADS[name]
+    asked = [each | {"max_tokens": 2 * KEPT, "ignore_eos": True} for each in ASKED[:3]]
+
+    async def run() -> None:
+        async with Engine(model, **options()) as engine:
+            alone = told(await ask_all(engine, asked))
+        speculation = method(fit(make()).write(tmp_path / "head"), k=3)
+        async with Engine(model, speculation=speculation, **options()) as engine:
+            assert told(await ask_all(engine, asked)) == alone
+            assert told(await ask_all(engine, asked)) == alone  # behind prefix hits of pages with a gap
+            assert engine.stats().drafted_tokens > 0
+
+    anyio.run(run)
 
 
 @native

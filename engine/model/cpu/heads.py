@@ -1,5 +1,6 @@
-"""`CpuDraftHead`: a trained draft head on a CPU: it takes up what the target computes, and drafts for rows when asked.
+"""`CpuDraftHead`: a trained draft head on a CPU: it drafts for rows when asked, and takes up before what it missed.
 
+It takes up prompts at once, and all else when drafts are asked for: while there are none, it costs next to nothing.
 Owns the head's pages, which have the numbers of the target's pages: what a row of the block table names holds the keys
 and values of the target's layers there, and those of the head here. Never verifies a draft. Next to read:
 ../drafting/heads/recurrent.py.
@@ -7,13 +8,15 @@ and values of the target's layers there, and those of the head here. Never verif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
+from headrace.engine.model.cpu.untaken import Untaken
 from headrace.engine.model.drafting.heads.loading import MedusaWeights, load_head
 from headrace.engine.model.drafting.heads.medusa import MedusaHeads
 from headrace.engine.model.drafting.heads.reading import HeadFiles
@@ -31,6 +34,8 @@ from headrace.ops.cpu.step import CpuStep
 
 __all__ = ["CpuDraftHead", "DraftAsk", "LoadHead", "last_places"]
 
+_AT_ONCE: Final = 18
+"""Number of a row's tokens in a step from which they are taken up at once: more than a token and its drafts."""
 _LAYERS: Final = 1
 """Number of layers of a recurrent head."""
 _Target: TypeAlias = Decoder[CpuLinear, CpuStep, CpuKv]
@@ -87,6 +92,9 @@ class CpuDraftHead:
         self.spec = found.spec
         self._rows, self._ops = rows, ops
         self._known: dict[int, _Known] = {}
+        self._works: dict[int, Work] = {}
+        """The latest work of each row."""
+        self._untaken = Untaken()
         self.host: HostPool | None = None
         """Pages of rows that are swapped out; a head that is read again after a sleep takes it over."""
         self.kv: CpuKv | None = None
@@ -126,43 +134,85 @@ class CpuDraftHead:
     def spill(self, plan: StepPlan) -> None:
         """Copy pages to host memory, before the plan's step writes to others."""
         if self.kv is not None and self.host is not None and plan.spills:
+            self._complete(page for page, _ in plan.spills)
             self.host.spill(self._pages, plan.spills)
 
     def update(self, plan: StepPlan) -> None:
         """Apply the plan's new rows, of which nothing is known, and its copies of pages."""
+        if self.kv is not None and plan.copies:
+            self._complete(page for page, _ in plan.copies)
         for new in plan.new_rows:
             self._known.pop(new.row, None)
+        self._untaken.forget(new.row for new in plan.new_rows)
         if self.kv is None:
             return
         self.kv.copy_pages(plan.copies)
         if plan.fetches and self.host is not None:
             self.host.fetch(self._pages, plan.fetches)
 
-    def take_up(self, batch: StepBatch, hidden: HiddenStates, last: Mapping[int, tuple[int, int]]) -> None:
-        """Compute the head's states of a step's positions, once the tokens behind them are known.
+    def take_up(
+        self, works: Sequence[Work], batch: StepBatch, hidden: HiddenStates, last: Mapping[int, tuple[int, int]]
+    ) -> None:
+        """Keep what the target has computed of a step's positions, and take up long parts of prompts at once.
 
         Args:
-            batch: The step. Its last positions may be drafts that were refused: what is written for them is not read.
+            works: The works of the step.
+            batch: The step. Its last positions may be drafts that were refused, which are dropped.
             hidden: What the target has computed, with the inputs of the layers that `inputs` names.
             last: For each row that goes on, the index among the step's tokens of its last position whose following
                 token was chosen, and the number of tokens of the row with that one.
         """
+        rows = batch.rows_N.tolist()
+        self._untaken.add(rows, batch.paged.positions_N.tolist(), hidden)
+        long: list[int] = []
+        for work in works:
+            self._works[work.row] = work
+            if work.num_tokens >= _AT_ONCE and self._recurrent is not None:
+                long.append(work.row)
+            else:
+                end = work.start + work.num_tokens
+                self._untaken.cut(work.row, min(end, last[work.row][1] - 1) if work.row in last else end)
+        self._catch_up(long)
+
+    def _complete(self, pages: Iterable[int]) -> None:
+        """Take up what is missing in some pages, before these are copied."""
+        wanted = set(pages)
+        self._catch_up([row for row in self._untaken.rows if wanted & self._pages_of(row)])
+
+    def _pages_of(self, row: int) -> set[int]:
+        """Return the pages of the positions that are not taken up."""
+        start, end = self._untaken.span(row)
+        return set(self._rows.pages(row, end)[start // next(iter(self._ops.values())).page_size :].tolist())
+
+    def _catch_up(self, rows: Iterable[int]) -> None:
+        """Take up what the target has computed for some rows, in one pass."""
+        works: list[Work] = []
+        for row in rows:
+            start, end = self._untaken.span(row)
+            work = self._works[row]._replace(start=start, num_tokens=end - start, samples=False) if end else None
+            if work is not None and not self._rows.all_stopped((work,)):
+                works.append(work)
+        if not works:
+            return
+        batch = self._rows.batch(works)
+        paged = replace(batch.paged, given=())  # adapters are of the target alone
+        taken, positions = batch.rows_N.tolist(), paged.positions_N.tolist()
+        hidden = self._untaken.gather(taken, positions)
+        states_NE = hidden.final_NE
         if self._recurrent is not None:
             assert self.kv is not None
-            count = len(batch.tokens_N)  # the target may have computed padding behind them
-            hidden = HiddenStates(hidden.final_NE[:count], tuple(each_NE[:count] for each_NE in hidden.inputs))
-            following_N = self._rows.following(batch.rows_N, batch.paged.positions_N)
-            steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
+            following_N = self._rows.following(batch.rows_N, paged.positions_N)
+            steps = {mixer: ops.prepare(paged) for mixer, ops in self._ops.items()}
             states_NE = self._recurrent.advance(following_N, self._recurrent.fused(hidden), steps, self.kv)
-        else:
-            states_NE = hidden.final_NE
-        states_RE = states_NE[torch.tensor([place for place, _ in last.values()], dtype=torch.int64)]
-        for (row, (_, length)), state_E in zip(last.items(), states_RE.unbind(), strict=True):
-            self._known[row] = _Known(length, state_E)
+        ends = {row: place for place, row in enumerate(taken)}
+        for row, place in ends.items():
+            self._known[row] = _Known(positions[place] + 2, states_NE[place])
+        self._untaken.forget(ends)
 
     def drafts(self, asked: Sequence[DraftAsk]) -> list[list[int]]:
         """Return drafts for each of some rows, in order; none for a row of which no state is known."""
         found: list[list[int]] = [[] for _ in asked]
+        self._catch_up([ask.work.row for ask in asked if ask.most > 0])
         going = [at for at, ask in enumerate(asked) if ask.most > 0 and self._knows(ask)]
         going.sort(key=lambda at: asked[at].length)  # the order of the decodes of a step
         if not going:

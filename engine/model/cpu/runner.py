@@ -215,7 +215,7 @@ class CpuRunner:
             forced = {batch.samplers[place]: rest for place, rest in runs.items()}
         if self._head is not None and states is not None:
             runs_of = {index: verified[index].tokens if verified else [tokens[index]] for index in batch.samplers}
-            self._head.take_up(batch, states, last_places(batch, works, drafted, runs_of))
+            self._head.take_up(works, batch, states, last_places(batch, works, drafted, runs_of))
         if not (reports or choices or forced or batch.prompts or batch.pooled or verified):
             return step_result(tokens)
         first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
