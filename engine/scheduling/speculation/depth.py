@@ -107,7 +107,7 @@ class DepthRule:
 
     def note_request(self) -> None:
         """Take note that a request begins, of which nothing is known: the next trial is due sooner."""
-        self._pause = max(_HOLD, self._pause - self._pause // self._rows)
+        self._pause = max(_HOLD, self._pause - self._pause // max(2, self._rows))
 
     def observe(self, rows: int, context: int, drafts: int, seconds: float) -> None:
         """Take in the time of a step in which no prompt was computed, with so many drafts in all rows together."""
@@ -137,7 +137,8 @@ class DepthRule:
         elif self.depth:
             drafts = rows * sum(map(self._drafts_at, range(self._most)))
             lost = trial * (times.expected(drafts) / times.expected(0.0) - 1.0)
-            self._pause, self._rested = max(_HOLD, min(int(lost / _LOST), _LONGEST_PAUSE)), 0
+            unpaid = 2 * self._pause if self._is_trial else _HOLD  # trials that do not pay grow rarer
+            self._pause, self._rested = min(max(unpaid, int(lost / _LOST)), _LONGEST_PAUSE), 0
             self._take(0, _HOLD)
         elif self._rested >= self._pause:
             self._take(self._most, trial, is_trial=True)
