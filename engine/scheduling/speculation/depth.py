@@ -12,7 +12,7 @@ from typing import Final
 __all__ = ["DepthRule"]
 
 _HOLD: Final = 32  # steps between two choices
-_TRIAL: Final = 8  # rows of steps of a depth that is tried, to learn what it takes and yields
+_TRIAL: Final = 4  # rows of steps of a depth that is tried, to learn what it takes and yields
 _SHORTEST_TRIAL: Final = 2  # steps
 _ENOUGH: Final = 2  # measurements from which a mean is believed
 _LOST: Final = 0.01  # share of the time that trials may lose
@@ -107,7 +107,7 @@ class DepthRule:
 
     def note_request(self) -> None:
         """Take note that a request begins, of which nothing is known: the next trial is due sooner."""
-        self._pause = max(_HOLD, self._pause - self._pause // max(2, self._rows))
+        self._pause = max(_HOLD, self._pause - self._pause // max(4, self._rows))
 
     def observe(self, rows: int, context: int, drafts: int, seconds: float) -> None:
         """Take in the time of a step in which no prompt was computed, with so many drafts in all rows together."""

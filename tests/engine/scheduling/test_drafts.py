@@ -197,3 +197,11 @@ def test_depths_are_held_but_for_short_trials() -> None:
     device = Device(1.0, 0.2, 0.5)
     device.run(2000)
     assert all(steps <= 8 or steps >= 32 for steps in device.switches[3:-1])
+
+
+def test_drafts_that_never_pay_are_tried_more_and_more_rarely() -> None:
+    device = Device(1.0, 0.3, 0.05)
+    for _ in range(10):  # requests of 150 tokens
+        device.rule.note_request()
+        device.run(150)
+    assert 0 < sum(depth > 0 for depth in device.depths[300:]) <= 24
