@@ -7,7 +7,6 @@ other ones do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, repeat
 
 from headrace.engine.errors import NonFiniteLogits, NoTokenLeft, RequestFailed
 from headrace.engine.scheduling.memory.pages import PagePool
@@ -18,7 +17,7 @@ from headrace.engine.scheduling.request import Request, State
 from headrace.engine.scheduling.result import Chosen, NoToken, StepPart, StepResult
 from headrace.engine.scheduling.roster import Roster
 from headrace.engine.scheduling.shaping import Report
-from headrace.engine.scheduling.speculation.runs import accept_runs, counts_of, runs_of, true_part
+from headrace.engine.scheduling.speculation.runs import accept_runs, counts_of, repeated, runs_of, true_part
 from headrace.engine.scheduling.suspension import Suspension
 
 __all__ = ["Commits"]
@@ -129,7 +128,7 @@ class Commits:
             self._prefixes.offer(request)
         if others:
             return self._commit_other_runs(plan, result, counts, others)
-        return Committed(_repeated(plan.decodes, counts), result.ids, [])
+        return Committed(repeated(plan.decodes, counts), result.ids, [])
 
     def _commit_other_runs(
         self, plan: StepPlan, result: StepResult, counts: Sequence[int], others: set[Request]
@@ -247,11 +246,6 @@ def _accept_tokens(
         else:
             others.add(request)
     return full, others
-
-
-def _repeated(requests: Sequence[Request], counts: Sequence[int]) -> list[Request]:
-    """Return each request as often as its count says, in order."""
-    return list(chain.from_iterable(map(repeat, requests, counts)))
 
 
 def _has_ended(request: Request) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 
 from headrace.adapters.slots import SlotTable
 from headrace.engine.errors import RequestFailed
@@ -19,9 +18,10 @@ from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.prefix import Prefixes
 from headrace.engine.scheduling.memory.swaps import Swaps
 from headrace.engine.scheduling.order.waiting import Waiting
-from headrace.engine.scheduling.plan import Capacity, Emission, RowOptions, Work
+from headrace.engine.scheduling.plan import Capacity, Emission, RowOptions
 from headrace.engine.scheduling.policy import Policy
 from headrace.engine.scheduling.request import Request, State
+from headrace.engine.scheduling.speculation.runs import further_works
 
 __all__ = ["Roster", "service_order"]
 
@@ -29,11 +29,6 @@ __all__ = ["Roster", "service_order"]
 def service_order(request: Request) -> tuple[int, int, int]:
     """Return the key by which running requests are sorted."""
     return request.order
-
-
-def _further_works(request: Request, tokens: int) -> Iterable[Work]:
-    """Return a work item of one token, as often as there are tokens."""
-    return repeat(Work(request, request.row, len(request.tokens) - 1, 1, True), tokens)
 
 
 class Roster:
@@ -109,7 +104,7 @@ class Roster:
 
         The policy is given the work items as it asks for them: one that charges nobody costs nothing here.
         """
-        self._policy.served(work for request, tokens in further for work in _further_works(request, tokens))
+        self._policy.served(work for request, tokens in further for work in further_works(request, tokens))
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End `request`, which has not ended, with `reason`."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 from operator import gt
 
-from headrace.engine.scheduling.plan import StepPlan
+from headrace.engine.scheduling.plan import StepPlan, Work
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import NoToken, StepPart, StepResult
 
-__all__ = ["accept_runs", "counts_of", "runs_of", "true_part"]
+__all__ = ["accept_runs", "counts_of", "further_works", "repeated", "runs_of", "true_part"]
 
 
 def counts_of(plan: StepPlan, result: StepResult) -> Sequence[int]:
@@ -83,6 +84,16 @@ def accept_runs(
 
 def _are_ids(ids: Sequence[int], vocab_size: int) -> bool:
     return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+
+
+def repeated(requests: Sequence[Request], counts: Sequence[int]) -> list[Request]:
+    """Return each request as often as its count says, in order."""
+    return list(chain.from_iterable(map(repeat, requests, counts)))
+
+
+def further_works(request: Request, tokens: int) -> Iterable[Work]:
+    """Return a work item of one token behind those of `request`, as often as `tokens` says."""
+    return repeat(Work(request, request.row, len(request.tokens) - 1, 1, True), tokens)
 
 
 def true_part(request: Request, part: StepPart, place: int, token: int | NoToken) -> StepPart:
