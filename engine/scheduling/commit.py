@@ -137,7 +137,6 @@ class Commits:
         self._begin(plan, result)
         gained: list[Request] = []
         tokens: list[int] = []
-        decodes = len(plan.decodes)
         runs = zip(plan.shares(), runs_of(result.ids, counts), strict=True)
         for index, ((request, start, count, samples), (place, ids)) in enumerate(runs):
             if request not in others:
@@ -145,7 +144,7 @@ class Commits:
                 tokens += ids
                 continue
             part = StepPart(index, start, start + count, samples, result.instead.get(place, ids[0]), place, result)
-            if index < decodes:
+            if index < len(plan.decodes):
                 self._commit_run(request, part, plan.drafts[index], ids)
             else:
                 self._commit_one(request, part)
