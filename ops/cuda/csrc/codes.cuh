@@ -90,12 +90,14 @@ struct Fragments {
   uint32_t steps[4][4];
 };
 
-// Reads part `part` of the lines that `lines` begins, a thread's own address in them; `zeros`: of its two lines by groups.
-inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, int lane,
-                                      const uint32_t (&zeros)[kZeroGroups][2], uint32_t magic) {
+// Reads 64 columns of the lines of a warp; `at`: says where 16 bytes of a thread's own line are, by their number in these
+// columns; `zeros`: of its two lines by groups.
+template <class At>
+inline __device__ void read_fragments(Fragments& to, const At& at, int lane, const uint32_t (&zeros)[kZeroGroups][2],
+                                      uint32_t magic) {
   if constexpr (kCodes == kInt4) {
     uint32_t codes[4];
-    load_matrices(codes, lines + (((part * 2 + lane / 16) ^ (lane & 7)) << 4));
+    load_matrices(codes, at(lane / 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // of lines g, g + 8, and the same 32 columns further
       auto& low = to.steps[i / 2 * 2];
@@ -108,7 +110,7 @@ inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, i
 #pragma unroll
     for (int two = 0; two < 2; ++two) {
       uint32_t codes[4];
-      load_matrices(codes, lines + (((part * 4 + two * 2 + lane / 16) ^ (lane & 7)) << 4));
+      load_matrices(codes, at(two * 2 + lane / 16));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         auto& step = to.steps[two * 2 + i / 2];
@@ -118,59 +120,14 @@ inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, i
   }
 }
 
-// --- products
-
-#if ROWS < 64
-
-// Loads 64 inner elements of 8 * kEights rows from their lines, for four products of 16: second operands of
-// `multiply_rows`.
-template <int kEights>
-inline __device__ void load_rows(uint32_t (&to)[4][kEights][2], uint32_t lines, int lane) {
-  constexpr bool kOne = kEights == 1;  // then four matrices are two steps, or else 16 rows of one
-#pragma unroll
-  for (int step = 0; step < 4; step += kOne ? 2 : 1) {
-#pragma unroll
-    for (int eight = 0; eight < kEights; eight += 2) {
-      uint32_t found[4];
-      const int row = (kOne ? 0 : eight * 8 + lane / 16 * 8) + lane % 8, part = step * 2 + (kOne ? lane / 8 : lane / 8 % 2);
-      load_matrices(found, lines + row * 128 + ((part ^ (lane % 8)) << 4));
-      auto& others = kOne ? to[step + 1][0] : to[step][eight + 1];
-      to[step][eight][0] = found[0], to[step][eight][1] = found[1], others[0] = found[2], others[1] = found[3];
-    }
-  }
+// The same of part `part` of the lines of 128 bytes that `lines` begins.
+inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, int lane,
+                                      const uint32_t (&zeros)[kZeroGroups][2], uint32_t magic) {
+  constexpr int kEach = kCodes == kInt4 ? 2 : 4;  // 16 bytes of 64 columns
+  read_fragments(to, [&](int number) { return lines + (((part * kEach + number) ^ (lane & 7)) << 4); }, lane, zeros, magic);
 }
-
-// sum = a b^T over 16 inner elements of a warp's 16 lines, which is added to what it was if `adds`. Sums lie as wgmma's do.
-template <int kEights>
-inline __device__ void multiply_rows(float (&sum)[kSums], const uint32_t (&a)[4], const uint32_t (&b)[kEights][2], bool adds) {
-#pragma unroll
-  for (int eight = 0; eight < kEights; ++eight) {
-    float* own = sum + eight * 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) own[i] = adds ? own[i] : 0.f;
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(own[0]), "+f"(own[1]), "+f"(own[2]), "+f"(own[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[eight][0]), "r"(b[eight][1]));
-  }
-}
-
-#else
-
-// sum = a b^T over 16 inner elements, which is added to what it was if `adds`.
-inline __device__ void multiply_codes(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b, int adds) {
-  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %37, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" S0 ", " S1 ", " S2 ", " S3
-               "}, {%32, %33, %34, %35}, %36, adds, 1, 1, 0;\n}"
-               : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
-}
-
-#endif
 
 // --- scales
-
-inline __device__ void fetch_box(void* target, const CUtensorMap* map, int inner, int middle, int outer, uint64_t* barrier,
-                                 uint64_t policy);
 
 // Bytes of a tile's numbers of a group, of `kEach` bytes for `kShare` lines: of one of its halves, gates or ups.
 template <class S, int kEach, int kShare>
@@ -240,12 +197,13 @@ struct LineScales {
     }
   }
 
-  __device__ void multiply(float (&sums)[S::kTeamBlocks][kSums]) const {
+  template <int kCount>
+  __device__ void multiply(float (&sums)[S::kTeamBlocks][kCount]) const {
     if constexpr (kGroup == 0) {
 #pragma unroll
       for (int block = 0; block < S::kTeamBlocks; ++block) {
 #pragma unroll
-        for (int k = 0; k < kSums; ++k) sums[block][k] *= of[block][k / 2 % 2];
+        for (int k = 0; k < kCount; ++k) sums[block][k] *= of[block][k / 2 % 2];
       }
     }
   }
@@ -270,7 +228,8 @@ inline __device__ void fetch_scales(const Scales& with, uint8_t* slot, int tile,
 template <class S>
 struct LineScales {
   __device__ LineScales(const Scales&, int, int, int) {}
-  __device__ void multiply(float (&)[S::kTeamBlocks][kSums]) const {}
+  template <int kCount>
+  __device__ void multiply(float (&)[S::kTeamBlocks][kCount]) const {}
 };
 
 template <class S>
@@ -296,7 +255,7 @@ CUtensorMap groups_of(const TensorView& numbers, uint64_t lines) {
   constexpr uint32_t kHalves = S::kGated ? 2 : 1;
   const uint64_t pitch = numbers.size(1) * kEach, part = S::kGated ? lines / 2 / kShare * kEach : pitch;
   return map_of<3>(numbers, {part, kHalves, static_cast<uint64_t>(numbers.size(0))}, {part, pitch},
-                   {kPartBytes<S, kEach, kShare>, kHalves, S::kGroups}, true, false);
+                   {kPartBytes<S, kEach, kShare>, kHalves, S::kGroups}, true, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 #endif

@@ -28,17 +28,13 @@
 namespace {
 
 constexpr int kRows = ROWS;
-constexpr int kBlock = 64;                  // lines of weights that wgmma multiplies
 constexpr int kBlockBytes = kBlock * 128;
 constexpr int kSums = kRows / 2;            // of a thread and such lines
-constexpr int kTeam = 128;                  // threads of a warpgroup
 constexpr int kTeams = CODES ? 2 : 1;       // warpgroups that multiply: one converts codes while another's are multiplied
 constexpr int kMultipliers = kTeam * kTeams;
 constexpr int kScalers = 64;                // threads that find factors of a norm
 constexpr int kThreads = kMultipliers + 32 + kScalers;
 constexpr int kSharedBytes = 225 * 1024;    // of a block, but for barriers, factors of a norm, and 1 KB of the system
-constexpr uint64_t kReadOnce = 0x12F0000000000000;   // L2 policies: evict first
-constexpr uint64_t kReadOften = 0x14F0000000000000;  // evict last
 
 // --- arithmetic
 
@@ -86,7 +82,7 @@ inline __device__ void multiply_low(float (&sum)[kCount], uint64_t x, uint64_t a
 
 }  // namespace
 
-#include "codes.cuh"
+#include "code_products.cuh"
 
 namespace {
 
@@ -158,16 +154,6 @@ inline __device__ void fetch_lines(void* target, const CUtensorMap* map, int inn
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
       "l"(map), "r"(inner), "r"(row), "r"(shared_address(barrier)), "l"(policy)
-      : "memory");
-}
-
-// Of three dimensions, innermost first.
-inline __device__ void fetch_box(void* target, const CUtensorMap* map, int inner, int middle, int outer, uint64_t* barrier,
-                                 uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(target)),
-      "l"(map), "r"(inner), "r"(middle), "r"(outer), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 }
 

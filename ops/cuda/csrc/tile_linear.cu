@@ -32,40 +32,13 @@ struct Arguments {
   int64_t out_stride;
 };
 
-// --- synchronisation
-
-__device__ void fetch_lines(void* target, const CUtensorMap* map, int inner, int row, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-          shared_address(target)),
-      "l"(map), "r"(inner), "r"(row), "r"(shared_address(barrier))
-      : "memory");
-}
-
-// To the same place in all blocks of the cluster, and to their barriers.
-__device__ void fetch_for_all(void* target, const CUtensorMap* map, int inner, int row, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
-      "l"(map), "r"(inner), "r"(row), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>((1 << kCluster) - 1))
-      : "memory");
-}
-
 // --- arithmetic
 
 // sum += a b^T over 16 inner elements; sum = a b^T unless `adds`.
 __device__ void multiply_add(float (&sum)[kSums], uint64_t a, uint64_t b, int adds) {
   asm volatile(
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NUMBERS_64 ", " NUMBERS_128
       "}, %128, %129, adds, 1, 1, 0, 0;\n}"
       : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112)
       : "l"(a), "l"(b), "r"(adds));
@@ -101,7 +74,7 @@ __device__ void stream(const Arguments& with, Slots ring) {
       ring.wait_emptied();
       uint64_t* filled = ring.expect();
       fetch_lines(ring.slot(), &with.x, chunk * kLine, tile.row, filled);
-      fetch_for_all(ring.slot() + kInputBytes + rank * kHalfBytes, &with.weight, chunk * kLine, line, filled);
+      fetch_for_all(ring.slot() + kInputBytes + rank * kHalfBytes, &with.weight, chunk * kLine, line, filled, kCluster);
     }
   }
 }

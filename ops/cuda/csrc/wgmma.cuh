@@ -10,6 +10,10 @@
 namespace {
 
 constexpr int kLine = 64;  // elements of a line of shared memory, 128 bytes
+constexpr int kBlock = 64;  // lines of the first operand of a wgmma
+constexpr int kTeam = 128;  // threads of a warpgroup
+constexpr uint64_t kReadOnce = 0x12F0000000000000;   // L2 policies: evict first
+constexpr uint64_t kReadOften = 0x14F0000000000000;  // evict last
 
 union Pair {
   uint32_t bits;
@@ -95,6 +99,37 @@ struct Ring {
   __device__ void wait_filled() const { barrier_wait(filled + at, turn & 1); }
 };
 
+// --- copies
+
+// Lines of a matrix.
+inline __device__ void fetch_lines(void* target, const CUtensorMap* map, int inner, int row, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared_address(target)),
+      "l"(map), "r"(inner), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// Of three dimensions, innermost first.
+inline __device__ void fetch_box(void* target, const CUtensorMap* map, int inner, int middle, int outer, uint64_t* barrier,
+                                 uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(target)),
+      "l"(map), "r"(inner), "r"(middle), "r"(outer), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+
+// Lines of a matrix to the same place in all `blocks` blocks of the cluster, and to their barriers.
+inline __device__ void fetch_for_all(void* target, const CUtensorMap* map, int inner, int row, uint64_t* barrier,
+                                     int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
+      "l"(map), "r"(inner), "r"(row), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>((1 << blocks) - 1))
+      : "memory");
+}
+
 // --- products
 
 // Describes lines, swizzled, in groups of eight; `wide`: bytes from 64 elements to the next 64, where a line runs along the
@@ -122,6 +157,17 @@ inline __device__ void sums_ready(float (&sums)[kCount]) {
 
 #define FOUR(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
+
+#define NUMBERS_64 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NUMBERS_128 \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // --- sums on their way to memory
 
@@ -162,7 +208,8 @@ using Encode = decltype(&cuTensorMapEncodeTiled);
 // what is fetched at once.
 template <int kDims>
 CUtensorMap map_of(const TensorView& matrix, const uint64_t (&sizes)[kDims], const uint64_t (&strides)[kDims - 1],
-                   const uint32_t (&box)[kDims], bool bytes = false, bool swizzled = true) {
+                   const uint32_t (&box)[kDims], bool bytes = false,
+                   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   static const Encode encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult status;
@@ -175,8 +222,8 @@ CUtensorMap map_of(const TensorView& matrix, const uint64_t (&sizes)[kDims], con
   CUtensorMap map;
   const CUresult status = encode(&map, bytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kDims, matrix.data_ptr(), sizes, strides, box, steps,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-                                 swizzled ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                                 swizzle,
+                                 swizzle != CU_TENSOR_MAP_SWIZZLE_NONE ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   require(status == CUDA_SUCCESS, "a matrix that cannot be fetched in tiles");
   return map;

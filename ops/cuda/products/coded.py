@@ -22,7 +22,7 @@ from headrace.ops.cuda.products.kernels import (
 from headrace.ops.cuda.tuning.table import ANY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -33,10 +33,12 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom, ProductRun, WeightShape
 
 __all__ = [
-    "CodedTilesProducts", "CodedVectorProducts", "OrderedProducts", "PassesProducts", "ScaledProducts",
-    "UnpackedProducts", "coded",
+    "CodedTilesProducts", "CodedVectorProducts", "ManyRowsProducts", "OrderedProducts", "PassesProducts",
+    "ScaledProducts", "UnpackedProducts", "coded",
 ]  # fmt: skip
 
+_EIGHT = 8
+"""Outputs in 16 bytes."""
 _VECTOR_ROWS, _TILE_ROWS = 8, 64
 """Most rows of coded_vector.py and coded_tiles.py, whatever a tuning says."""
 
@@ -115,6 +117,46 @@ class PassesProducts(EvenProducts):
         from headrace.ops.cuda.products.running import PassesRun
 
         return PassesRun(room, self)
+
+
+class ManyRowsProducts(_CodedProducts):
+    """Products of more than 64 rows that bring codes to tensor cores (many_rows.py), with the activation after."""
+
+    way = "many rows"
+    source: ClassVar[str] = "many_rows"
+    fuses = frozenset(("plain", "gated"))
+    early = frozenset(("weights",))
+
+    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return what the kernel misses: codes that it knows, bfloat16, or Hopper."""
+        return (self.kind and self.kind.beyond_source) or lacks_bfloat16(dtype) or arch.lacks("wgmma")
+
+    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
+        if fusion == "gated" and weight.size_out % (2 * _EIGHT):
+            return f"{weight.size_out // 2} gates, the kernel takes multiples of {_EIGHT}"
+        return WITH_BIAS if weight.has_bias and fusion == "gated" else None
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which reading the weight is not all the work."""
+        return arch.tuning.coded_many_rows
+
+    def builds(self, *, updates: bool) -> Sequence[Callable[[], object]]:
+        """Return the function that compiles the source; none for codes it refuses."""
+        if updates or self.kind is None or self.kind.beyond_source is not None:
+            return ()
+        return (functools.partial(_build_many_rows, self.kind.macros),)
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return the kernel of csrc/."""
+        from headrace.ops.cuda.products.running import ManyRowsRun
+
+        return ManyRowsRun(room, self)
+
+
+def _build_many_rows(macros: Mapping[str, int]) -> None:
+    from headrace.ops.cuda.compiling.source import compiled
+
+    compiled(ManyRowsProducts.source, **macros)
 
 
 class UnpackedProducts(_CodedProducts):
@@ -214,5 +256,5 @@ def coded(kind: Kind) -> tuple[ProductKernel, ...]:
         return tuple(OrderedProducts(kind, inner) for inner in coded(kind.in_order))
     return (
         EvenHeadProducts(kind), EvenProducts(kind), CodedVectorProducts(kind), CodedTilesProducts(kind),
-        ScaledProducts(kind), PassesProducts(kind), UnpackedProducts(kind),
+        ScaledProducts(kind), ManyRowsProducts(kind), PassesProducts(kind), UnpackedProducts(kind),
     )  # fmt: skip

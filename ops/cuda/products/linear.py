@@ -41,7 +41,7 @@ class Tiling(NamedTuple):
 class LinearScratch:
     """Partial sums and counters of split products, which all products of one stream share."""
 
-    def __init__(self, device: torch.device | str, arch: Arch, *, floats: int = 4 << 20, tiles: int = 4096) -> None:
+    def __init__(self, device: torch.device | str, arch: Arch, *, floats: int = 33 << 17, tiles: int = 4096) -> None:
         """Allocate on `device`, for tilings that fit `arch`."""
         self.arch = arch
         self.planes = torch.empty(floats, dtype=torch.float32, device=device)

@@ -15,6 +15,7 @@ from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.fusion import AddNorm, HeadTargets, Residual, Squares
 from headrace.ops.cuda.products.gathered import gather
 from headrace.ops.cuda.products.linear import MAX_ROWS, linear, linear_silu_mul
+from headrace.ops.cuda.products.many_rows import many_rows_linear
 from headrace.ops.cuda.products.scaled import to_codes
 from headrace.ops.cuda.products.tile_linear import TileLinear
 from headrace.ops.cuda.products.unpacked import SLICE, unpack
@@ -36,6 +37,7 @@ __all__ = [
     "EvenRun",
     "FewRowsGatedRun",
     "FewRowsRun",
+    "ManyRowsRun",
     "OrderedRun",
     "PassesRun",
     "Product",
@@ -217,6 +219,14 @@ class PassesRun(EvenRun):
     def _enqueue(self, product: Product) -> None:
         for x_NI, out in zip(product.x_NI.split(MAX_ROWS), product.out.split(MAX_ROWS), strict=True):
             super()._enqueue(product._replace(x_NI=x_NI, out=out))
+
+
+class ManyRowsRun(_Run):
+    """Product of many rows with codes, with the activation after."""
+
+    def _enqueue(self, product: Product) -> None:
+        is_gated = product.after is not None
+        many_rows_linear(product.x_NI, product.codes, product.out, self._scratch, gated=is_gated, pdl=self._pdl)
 
 
 class UnpackedRun(_Run):

@@ -20,6 +20,7 @@ H200: Final = Tuning(
     coded_tile_rows=range(2, 65),
     coded_tile_programs=4 * 132,
     coded_pass_rows=range(65, 129),
+    coded_many_rows=range(65, ANY.stop),
     coded_wide_rows=64,
     vector_rows=range(1, 2),
     vector_norm_inputs=2048,

@@ -50,6 +50,8 @@ class Tuning:
     """Programs up to which the inner dimension of such a product is split."""
     coded_pass_rows: range
     """Rows for which that is done in passes."""
+    coded_many_rows: range
+    """Rows for products that bring codes to tensor cores in tiles of 128 or 256 rows."""
     coded_wide_rows: int
     """Most rows for which such products take tiles of 128 lines of codes: with more, their inputs take too long."""
     vector_rows: range

@@ -1,0 +1,44 @@
+"""Computes products of more than 64 rows with weights in codes (csrc/many_rows.cu), with the activation inside.
+
+Codes become bfloat16 once for up to 256 rows, while tensor cores multiply by those before, so that such a product takes
+about as long as one by a dense weight. Needs Hopper for its copies, clusters and products. I input features, O output
+features, F gates, N rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.ops.cuda.compiling.source import compiled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.ops.cuda.codes.layout import Codes
+    from headrace.ops.cuda.products.linear import LinearScratch
+
+__all__ = ["many_rows_linear"]
+
+_FEW_ROWS = 128
+"""Rows of the smaller of two tiles."""
+
+
+def many_rows_linear(
+    x_NI: Tensor, weight: Codes, out: Tensor, scratch: LinearScratch, *, gated: bool = False, pdl: bool = False
+) -> None:
+    """Compute `out = x W^T` [N, O], or `out = silu(x G^T) * (x U^T)` [N, F], in float32 until it is rounded once.
+
+    Weights whose groups have scales are rounded to bfloat16 when these are applied.
+
+    Args:
+        x_NI: Input, bf16, last dimension contiguous, I a multiple of 64.
+        weight: Weight in codes; with `gated`, F outputs of G, then F of U.
+        out: Output in the dtype of `x_NI`, last dimension contiguous, O or F a multiple of 8; must not overlap `x_NI`.
+        scratch: Room for the sums of tiles that blocks share.
+        gated: Whether the weight has gates and ups.
+        pdl: Whether to use programmatic dependent launch, in which weights are read before the wait.
+    """
+    compiled("many_rows", **weight.kind.macros).run(
+        x_NI, weight.codes_OB, weight.scales, weight.zeros, out, scratch.planes, scratch.counters,
+        gated, len(x_NI) > _FEW_ROWS, pdl,
+    )  # fmt: skip
