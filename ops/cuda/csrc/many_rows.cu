@@ -3,8 +3,8 @@
 // Owns one launch; many_rows.cuh divides the work. Never chooses where it pays. Compiled for the macros of codes.cuh.
 //
 // Lines of the weight are the first operand of wgmma and come from registers: codes become bf16 once for all rows of a
-// tile, while the products of the other warpgroup run. A tile is 128 lines of the weight and 128 or 256 rows. Two blocks of
-// a cluster compute tiles side by side; each fetches its own codes, and half of the rows for both. In a block one warp keeps
+// tile, while the products of the other warpgroup run. A tile is 128 lines of the weight and 128, 192 or 256 rows. Two
+// blocks of a cluster compute tiles side by side; each fetches its own codes, and half of the rows for both. In a block one warp keeps
 // a ring filled, through all of the block's tiles, and two warpgroups multiply 64 lines each.
 //
 // Letters in comments: g = lane / 4 and c = lane % 4, the coordinates of a lane in sums of wgmma.
@@ -84,9 +84,17 @@ __device__ void multiply_add(float (&sum)[64], const uint32_t (&a)[4], uint64_t 
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
 }
 
+__device__ void multiply_add(float (&sum)[96], const uint32_t (&a)[4], uint64_t b, int adds) {
+  asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %101, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NUMBERS_64 ", " NUMBERS_96
+               "}, {%96, %97, %98, %99}, %100, adds, 1, 1, 0;\n}"
+               : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
+}
+
 __device__ void multiply_add(float (&sum)[128], const uint32_t (&a)[4], uint64_t b, int adds) {
   asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %133, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NUMBERS_64 ", " NUMBERS_128
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NUMBERS_64 ", " NUMBERS_96 ", " NUMBERS_128
                "}, {%128, %129, %130, %131}, %132, adds, 1, 1, 0;\n}"
                : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
@@ -138,6 +146,16 @@ __device__ void make_operand(Fragments& to, const uint8_t* slot, bool half, int 
   }
 }
 
+// Keeps the compiler from giving the registers of an operand to what comes before the wait above it: products that run
+// still read them.
+__device__ void still_needed(Fragments& operand) {
+#pragma unroll
+  for (auto& step : operand.steps) {
+#pragma unroll
+    for (uint32_t& pair : step) asm volatile("" : "+r"(pair)::"memory");
+  }
+}
+
 // The sums of the next `count` chunks.
 template <class S>
 __device__ void sum_up(float (&sums)[S::kSums], Slots<S>& ring, int count, bool half, int thread) {
@@ -160,6 +178,7 @@ __device__ void sum_up(float (&sums)[S::kSums], Slots<S>& ring, int count, bool 
       make_operand<S>(next, ring.slot(), half, thread, magic);
     }
     multiply_wait<0>();  // the other warpgroup multiplies meanwhile
+    still_needed(own);
     leave_everywhere(emptied, kCluster, thread % 32);
     if (!more) break;
     own = next;
@@ -303,7 +322,7 @@ void launch(Arguments& with, const TensorView& x, const TensorView& weight, cons
 }
 
 void run_many_rows(TensorView x, TensorView weight, TensorView scales, TensorView zeros, TensorView out, TensorView planes,
-                   TensorView counters, bool gated, bool wide, bool pdl) {
+                   TensorView counters, bool gated, int64_t tile, bool pdl) {
   Arguments with{};
   with.rows = static_cast<int>(x.size(0));
   with.size_out = static_cast<int>(out.size(1));
@@ -318,10 +337,15 @@ void run_many_rows(TensorView x, TensorView weight, TensorView scales, TensorVie
   require(holds_elements(out) && out.size(0) == with.rows && lies(out, 1, 1), "outputs of another shape");
   require(with.rows < 2 || out.stride(0) % 8 == 0, "outputs between whose rows there is no multiple of 16 bytes");
   const auto run = [&](auto tiling) { launch<decltype(tiling)>(with, x, weight, scales, zeros, planes, counters, pdl); };
+  require(tile == 128 || tile == 192 || tile == 256, "no such tiles");
   if (gated) {
-    wide ? run(Tiling<256, true>{}) : run(Tiling<128, true>{});
+    if (tile == 128) run(Tiling<128, true>{});
+    if (tile == 192) run(Tiling<192, true>{});
+    if (tile == 256) run(Tiling<256, true>{});
   } else {
-    wide ? run(Tiling<256, false>{}) : run(Tiling<128, false>{});
+    if (tile == 128) run(Tiling<128, false>{});
+    if (tile == 192) run(Tiling<192, false>{});
+    if (tile == 256) run(Tiling<256, false>{});
   }
 }
 

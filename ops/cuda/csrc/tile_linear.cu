@@ -38,7 +38,7 @@ struct Arguments {
 __device__ void multiply_add(float (&sum)[kSums], uint64_t a, uint64_t b, int adds) {
   asm volatile(
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NUMBERS_64 ", " NUMBERS_128
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NUMBERS_64 ", " NUMBERS_96 ", " NUMBERS_128
       "}, %128, %129, adds, 1, 1, 0, 0;\n}"
       : SIXTEEN(0), SIXTEEN(16), SIXTEEN(32), SIXTEEN(48), SIXTEEN(64), SIXTEEN(80), SIXTEEN(96), SIXTEEN(112)
       : "l"(a), "l"(b), "r"(adds));

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.codes.layout import Codes
     from headrace.ops.cuda.products.linear import LinearScratch
 
-__all__ = ["many_rows_linear"]
+__all__ = ["many_rows_linear", "rows_of_tiles"]
 
-_FEW_ROWS = 128
-"""Rows of the smaller of two tiles."""
+_TILES = ((256, 20), (192, 16), (128, 14))
+"""Rows of a tile, and how long it takes beside others, measured on an H200; of equally long ways the first is taken."""
 
 
 def many_rows_linear(
@@ -40,5 +40,10 @@ def many_rows_linear(
     """
     compiled("many_rows", **weight.kind.macros).run(
         x_NI, weight.codes_OB, weight.scales, weight.zeros, out, scratch.planes, scratch.counters,
-        gated, len(x_NI) > _FEW_ROWS, pdl,
+        gated, rows_of_tiles(len(x_NI)), pdl,
     )  # fmt: skip
+
+
+def rows_of_tiles(rows: int) -> int:
+    """Return the rows of the tiles into which `rows` rows are divided: 128, 192 or 256."""
+    return min(_TILES, key=lambda tile: -(-rows // tile[0]) * tile[1])[0]
