@@ -236,14 +236,14 @@ def test_codes_are_multiplied_by_the_ring_where_it_takes_them_and_by_tiles_elsew
     kind: Kind, arch: str, has_ring: bool
 ) -> None:
     resolved = resolve(coded(kind), Arch.named(arch), CODED._replace(kind=kind))
-    elsewhere = ["vector", "tiles", "tiles", "unpacked", "unpacked"]
-    ring = ["even", "even", "even", "even in passes", "unpacked"]
+    elsewhere = ["vector", "tiles", "tiles", "unpacked", "unpacked", "unpacked"]
+    ring = ["even", "even", "even", "even in passes", "many rows", "unpacked"]
     cases: tuple[tuple[Fusion, list[str]], ...] = (("plain", ring if has_ring else elsewhere), ("logits", elsewhere))
     for fusion, wanted in cases:
         table = resolved.kernels[fusion]
-        assert [table[rows].name.removesuffix(f", {kind.name}") for rows in (1, 5, 64, 100, 129)] == wanted
+        assert [table[rows].name.removesuffix(f", {kind.name}") for rows in (1, 5, 64, 70, 200, 8192)] == wanted
         assert set(resolved.refused[fusion]).isdisjoint(kernel.name for _, kernel in table.spans)
-    assert resolved.kernels["gated"].at(64) is not None and resolved.kernels["gated"].at(200) is None
+    assert resolved.kernels["gated"].at(64) is not None and resolved.kernels["gated"].at(8192) is None
 
 
 def test_what_kernels_for_codes_refuse_is_said_in_words() -> None:

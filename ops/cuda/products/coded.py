@@ -2,7 +2,8 @@
 
 Up to 64 rows codes go through the ring of csrc/few_rows.cuh and become bf16 in registers. Where the ring lacks the GPU
 or refuses the weight, one or two rows are multiplied without tensor cores, and more by Triton's tiles. Some more than
-64 rows go through the ring in passes, and many multiply by a dense copy, made in slices. Imports no compiler.
+64 rows go through the ring in passes, and more by csrc/many_rows.cu. Prompts of many tokens, and what these refuse,
+multiply by a dense copy, made in slices. Imports no compiler.
 """
 
 from __future__ import annotations
@@ -256,5 +257,5 @@ def coded(kind: Kind) -> tuple[ProductKernel, ...]:
         return tuple(OrderedProducts(kind, inner) for inner in coded(kind.in_order))
     return (
         EvenHeadProducts(kind), EvenProducts(kind), CodedVectorProducts(kind), CodedTilesProducts(kind),
-        ScaledProducts(kind), ManyRowsProducts(kind), PassesProducts(kind), UnpackedProducts(kind),
+        ScaledProducts(kind), PassesProducts(kind), ManyRowsProducts(kind), UnpackedProducts(kind),
     )  # fmt: skip

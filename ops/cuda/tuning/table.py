@@ -51,7 +51,7 @@ class Tuning:
     coded_pass_rows: range
     """Rows for which that is done in passes."""
     coded_many_rows: range
-    """Rows for products that bring codes to tensor cores in tiles of 128 or 256 rows."""
+    """Rows for products that bring codes to tensor cores in tiles of 128 to 256 rows."""
     coded_wide_rows: int
     """Most rows for which such products take tiles of 128 lines of codes: with more, their inputs take too long."""
     vector_rows: range
