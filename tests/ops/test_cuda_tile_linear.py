@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("flashinfer")
 
 from headrace.ops.cuda.arch import Arch
-from headrace.ops.cuda.products.tile_linear import TileLinear
+from headrace.ops.cuda.products.many_rows import TileLinear
 
 GPU = torch.device("cuda")
 if not Arch.of(GPU).has("wgmma"):

@@ -122,7 +122,8 @@ def test_weights_in_orders_of_their_own_are_multiplied_one_after_the_other(tmp_p
     assert not code
     lines = [line for line in text.splitlines() if "qkv (int4-g32-zeros-ordered, " in line and "64: even" in line]
     assert len(lines) == 2 and all(
-        " outputs, 2 layers)" in line and "80: even in passes, 81-2048: many rows, 2049+: unpacked" in line for line in lines
+        " outputs, 2 layers)" in line and "80: even in passes, 81-2048: many rows, 2049+: unpacked" in line
+        for line in lines
     )
     down = cells_of(text, "down (int4-g32-zeros-ordered)")
     assert "-64: even, 65-80: even in passes, 81-2048: many rows" in down and down.endswith("2049+: unpacked")

@@ -234,7 +234,7 @@ class EvenProducts(_FewRowsOfSource):
 
 
 class TileProducts(_Compiled):
-    """Products of gates and ups for many rows, with the activation inside (tile_linear.py)."""
+    """Products of gates and ups for many rows, with the activation inside (many_rows.py)."""
 
     name = "tile"
     source = "tile_linear"

@@ -1,8 +1,8 @@
-"""Computes products of more than 64 rows with weights in codes (csrc/many_rows.cu), with the activation inside.
+"""Computes products of many rows with the activation inside (csrc/tile_linear.cu), and with codes (csrc/many_rows.cu).
 
-Codes become bfloat16 once for up to 256 rows, while tensor cores multiply by those before, so that such a product takes
-about as long as one by a dense weight. Needs Hopper for its copies, clusters and products. I input features, O output
-features, F gates, N rows.
+Such a product is limited by arithmetic or by power, and the activation by memory: inside the product, the activation
+costs next to nothing. Codes become bfloat16 once for up to 256 rows, while tensor cores multiply by those before. Both
+kernels need Hopper for their copies, clusters and products. I input features, O output features, F gates, N rows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,26 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.codes.layout import Codes
     from headrace.ops.cuda.products.linear import LinearScratch
 
-__all__ = ["many_rows_linear", "rows_of_tiles"]
+__all__ = ["TileLinear", "many_rows_linear", "rows_of_tiles"]
 
 _TILES = ((256, 20), (192, 16), (128, 14))
 """Rows of a tile, and how long it takes beside others, measured on an H200; of equally long ways the first is taken."""
+
+
+class TileLinear:
+    """Products of gates and ups for many rows."""
+
+    @staticmethod
+    def silu_mul(x_NI: Tensor, weight_2FI: Tensor, out_NF: Tensor, *, pdl: bool = False) -> None:
+        """Compute `out = silu(x G^T) * (x U^T)`, in float32 until it is rounded once.
+
+        Args:
+            x_NI: Input, bf16, last dimension contiguous, I a multiple of 8.
+            weight_2FI: Weight in the same dtype, contiguous: F rows of G, then F of U; F a multiple of 8.
+            out_NF: Output in the same dtype, last dimension contiguous; must not overlap `x_NI`.
+            pdl: Whether to use programmatic dependent launch.
+        """
+        compiled("tile_linear").run(x_NI, weight_2FI, out_NF, pdl)
 
 
 def many_rows_linear(

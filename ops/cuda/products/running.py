@@ -15,9 +15,8 @@ from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.fusion import AddNorm, HeadTargets, Residual, Squares
 from headrace.ops.cuda.products.gathered import gather
 from headrace.ops.cuda.products.linear import MAX_ROWS, linear, linear_silu_mul
-from headrace.ops.cuda.products.many_rows import many_rows_linear
+from headrace.ops.cuda.products.many_rows import TileLinear, many_rows_linear
 from headrace.ops.cuda.products.scaled import to_codes
-from headrace.ops.cuda.products.tile_linear import TileLinear
 from headrace.ops.cuda.products.unpacked import SLICE, unpack
 from headrace.ops.cuda.products.vector import vector_linear
 
