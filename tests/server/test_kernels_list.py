@@ -98,7 +98,7 @@ def test_formats_of_a_mixed_checkpoint_have_lines_of_their_own(tmp_path: Path) -
     assert cells_of(text, "qkv (fp8)").startswith("-; -; ")
     assert cells_of(text, "qkv (fp8)").endswith("-64: even, 65+: scaled")
     down = cells_of(text, "down (int4-g32-zeros, 1 layer)")
-    assert "-64: even, 65-80: even in passes, 81-2048: many rows" in down and down.endswith("2049+: unpacked")
+    assert "-64: even, 65-96: even in passes, 97-1024: many rows" in down and down.endswith("1025+: unpacked")
     assert "vector" in cells_of(text, "down (bfloat16, 1 layer)") and "cuBLAS" in cells_of(text, "head")
     why = refusals(text)
     assert why["even heads, fp8", "qkv (fp8)"] == "heads are of 64, the kernel takes 128"
@@ -122,11 +122,11 @@ def test_weights_in_orders_of_their_own_are_multiplied_one_after_the_other(tmp_p
     assert not code
     lines = [line for line in text.splitlines() if "qkv (int4-g32-zeros-ordered, " in line and "64: even" in line]
     assert len(lines) == 2 and all(
-        " outputs, 2 layers)" in line and "80: even in passes, 81-2048: many rows, 2049+: unpacked" in line
+        " outputs, 2 layers)" in line and "96: even in passes, 97-1024: many rows, 1025+: unpacked" in line
         for line in lines
     )
     down = cells_of(text, "down (int4-g32-zeros-ordered)")
-    assert "-64: even, 65-80: even in passes, 81-2048: many rows" in down and down.endswith("2049+: unpacked")
+    assert "-64: even, 65-96: even in passes, 97-1024: many rows" in down and down.endswith("1025+: unpacked")
 
 
 def test_a_head_of_a_checkpoint_is_made_dense_and_one_that_is_quantised_here_is_not(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@
 //
 // Lines of the weight are the first operand of wgmma and come from registers: codes become bf16 once for all rows of a
 // tile, while the products of the other warpgroup run. A tile is 128 lines of the weight and 128, 192 or 256 rows. Two
-// blocks of a cluster compute tiles side by side; each fetches its own codes, and half of the rows for both. In a block one warp keeps
-// a ring filled, through all of the block's tiles, and two warpgroups multiply 64 lines each.
+// blocks of a cluster compute tiles side by side; each fetches its own codes, and half of the rows for both. In a block one
+// warp keeps a ring filled, through all of the block's tiles, and two warpgroups multiply 64 lines each.
 //
 // Letters in comments: g = lane / 4 and c = lane % 4, the coordinates of a lane in sums of wgmma.
 
