@@ -256,6 +256,10 @@ def test_what_kernels_for_codes_refuse_is_said_in_words() -> None:
     assert refusals(minima)["tiles"] == refusals(minima)["vector"] == "None"
     assert "bias" in refusals(minima, has_bias=True)["tiles"]
     assert "bfloat16" in refusals(minima, dtype=torch.float16)["tiles"]
+    zeros = Kind(INT4, 32, True)
+    assert "multiples of 128" in refusals(zeros, size_out=2 * 1000)["many rows"]  # zero points of ups at byte 1,000
+    assert refusals(zeros, size_out=2 * 960)["many rows"] == "None"
+    assert "96 inputs" in refusals(zeros, size_in=96)["many rows"]
     ordered = Kind(INT4, 32, ordered=True)
     (even,) = (each for each in coded(ordered) if each.name.startswith("even, "))
     assert even.name == "even, int4-g32-ordered" and not even.has_updates

@@ -331,7 +331,7 @@ void run_many_rows(TensorView x, TensorView weight, TensorView scales, TensorVie
   with.out_stride = out.stride(0);
   with.planes = static_cast<float*>(planes.data_ptr());
   with.counters = static_cast<int*>(counters.data_ptr());
-  require(x.size(1) % kLine == 0 && with.size_out % 8 == 0, "sizes that are not whole lines");
+  require(x.size(1) % kLine == 0 && with.size_out % (gated ? 64 : 8) == 0, "sizes that are not whole lines");
   require(weight.size(0) == (gated ? 2 : 1) * out.size(1), "another number of outputs");
   require(weight.size(1) == static_cast<int64_t>(with.chunks) * kWidth, "another number of inputs");
   require(holds_elements(out) && out.size(0) == with.rows && lies(out, 1, 1), "outputs of another shape");

@@ -40,6 +40,8 @@ __all__ = [
 
 _EIGHT = 8
 """Outputs in 16 bytes."""
+_LINE = 64
+"""Inputs in 128 bytes, and gates whose constants begin at a multiple of 16 bytes in every kind of codes."""
 _VECTOR_ROWS, _TILE_ROWS = 8, 64
 """Most rows of coded_vector.py and coded_tiles.py, whatever a tuning says."""
 
@@ -133,9 +135,12 @@ class ManyRowsProducts(_CodedProducts):
         return (self.kind and self.kind.beyond_source) or lacks_bfloat16(dtype) or arch.lacks("wgmma")
 
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
-        if fusion == "gated" and weight.size_out % (2 * _EIGHT):
-            return f"{weight.size_out // 2} gates, the kernel takes multiples of {_EIGHT}"
-        return WITH_BIAS if weight.has_bias and fusion == "gated" else None
+        if weight.has_bias and fusion == "gated":
+            return WITH_BIAS
+        multiple = 2 * _LINE if fusion == "gated" else _EIGHT  # the copy engine fetches constants of ups apart
+        if weight.size_out % multiple:
+            return f"{weight.size_out} outputs, the kernel takes multiples of {multiple}"
+        return f"{weight.size_in} inputs, the kernel takes multiples of {_LINE}" if weight.size_in % _LINE else None
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is not all the work."""

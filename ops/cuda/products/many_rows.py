@@ -49,7 +49,8 @@ def many_rows_linear(
     Args:
         x_NI: Input, bf16, last dimension contiguous, I a multiple of 64.
         weight: Weight in codes; with `gated`, F outputs of G, then F of U.
-        out: Output in the dtype of `x_NI`, last dimension contiguous, O or F a multiple of 8; must not overlap `x_NI`.
+        out: Output in the dtype of `x_NI`, last dimension contiguous, O a multiple of 8, or F of 64; must not overlap
+            `x_NI`.
         scratch: Room for the sums of tiles that blocks share.
         gated: Whether the weight has gates and ups.
         pdl: Whether to use programmatic dependent launch, in which weights are read before the wait.
