@@ -205,3 +205,26 @@ def test_drafts_that_never_pay_are_tried_more_and_more_rarely() -> None:
         device.rule.note_request()
         device.run(150)
     assert 0 < sum(depth > 0 for depth in device.depths[300:]) <= 24
+
+
+@pytest.mark.parametrize("free", [1, 2])
+def test_a_shared_page_is_copied_only_if_the_next_token_has_room_too(free: int) -> None:
+    """The plan of a lone request that gets no token is dropped, and with it what it would have copied."""
+    rig = deep(4, pages=8, size=4)
+    (request,) = rig.submit(list(range(9)), 30, speculates=True)
+    rig.launch()
+    rig.complete()
+    pool, pages = rig.scheduler.pool, request.place.pages
+    before = list(pages)
+    assert (request.sure, request.room(4)) == (9, 12)
+    request.forked, request.planned, request.reach = True, 12, 3  # as with three drafts in flight
+    pool.share(pages[2])
+    while pool.available > free:
+        pool.allocate()
+    plan = StepPlan(rig.scheduler.roster.step)
+    assert rig.scheduler._planner.grow(plan, request, 1) == free - 1
+    if free == 1:
+        assert not plan.copies and not plan.entries and pages == before and pool.available == 1
+    else:
+        assert [old for old, _ in plan.copies] == before[2:] and [entry.place for entry in plan.entries] == [2, 3]
+        assert pages[:2] == before[:2] and len(pages) == 4 and pool.available == 0
