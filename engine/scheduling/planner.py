@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.memory.prefix import Prefixes
+from headrace.engine.scheduling.memory.unsharing import unshare
 from headrace.engine.scheduling.memory.window import Window
 from headrace.engine.scheduling.plan import GivenTokens, PageEntry, StepPlan, Work
 from headrace.engine.scheduling.request import Request
@@ -115,7 +116,7 @@ class Planner:
         """Make pages writable for `count` tokens from `request.planned`; return how many of them have room."""
         if self._window.size is not None:
             self._slide(request)
-        if request.forked and not self._unshare(plan, request):
+        if request.forked and not unshare(plan, request, self._pool, self._obtain):
             return 0
         size, pages = self._pool.page_size, request.place.pages
         while request.room(size) < request.planned + count:
@@ -125,32 +126,6 @@ class Planner:
             plan.entries.append(PageEntry(request.row, request.place.first_page + len(pages), page))
             pages.append(page)
         return min(count, request.room(size) - request.planned)
-
-    def _unshare(self, plan: StepPlan, request: Request) -> bool:
-        """Copy the pages that `request` may write and others hold, too; return whether there were pages for all.
-
-        None is copied unless the next token has room as well: a plan that stays empty is dropped, with its copies.
-        """
-        size, pages, writable = self._pool.page_size, request.place.pages, self._pool.is_writable
-        first = request.sure // size - request.place.first_page
-        shared = [index for index in range(first, len(pages)) if not writable(pages[index])]
-        fresh: list[int] = []
-        while len(fresh) < len(shared) + (bool(shared) and request.room(size) <= request.planned):
-            page = self._obtain(request)
-            if page is None:
-                self._pool.release(fresh)
-                return False
-            fresh.append(page)
-        for index in shared:
-            if not writable(pages[index]):  # still: others may have been preempted for the fresh pages
-                page = fresh.pop()
-                plan.copies.append((pages[index], page))
-                request.place.copied = plan.step
-                self._pool.release(pages[index : index + 1])
-                pages[index] = page
-                plan.entries.append(PageEntry(request.row, request.place.first_page + index, page))
-        self._pool.release(fresh)
-        return True
 
     def _slide(self, request: Request) -> None:
         """Give back the pages that no further step of `request` reads, and none in flight."""
