@@ -35,7 +35,7 @@ LINES_OF_TABLE: Final = 8
 SPAN: Final = 256
 """Inputs that share a factor of their scales."""
 _RING_GROUPS: Final = (32, 64, 128)
-_NUMBERS: Final = {E4M3: 1, INT8: 2, INT4: 3}
+_NUMBERS: Final = {E4M3: 1, INT8: 2, INT4: 3, E2M1: 4}
 """Kinds of codes, as csrc/codes.cuh numbers them."""
 _MIDDLES: Final = {INT8: 128, INT4: 8, INT5: 16, INT6: 32}
 
@@ -132,6 +132,11 @@ class Kind:
             "takes 8-bit floats, and integers of 4 and 8 bits with 16-bit scales for 32, 64 or 128 inputs, "
             f"not {self.name}"
         )
+
+    @property
+    def beyond_expert_source(self) -> str | None:
+        """Why the kernel of csrc/ for experts does not multiply by such codes; None if it does, as by MXFP4."""
+        return None if self == Kind(E2M1, 32, scales="e8m0") else self.beyond_source
 
     @property
     def macros(self) -> dict[str, int]:

@@ -14,17 +14,18 @@
 
 namespace {
 
-enum Codes { kDense = 0, kE4m3 = 1, kInt8 = 2, kInt4 = 3 };
+enum Codes { kDense = 0, kE4m3 = 1, kInt8 = 2, kInt4 = 3, kE2m1 = 4 };
 constexpr int kCodes = CODES;
 constexpr bool kCoded = kCodes != kDense;
-constexpr int kAcross = kCodes == kDense ? 1 : kCodes == kInt4 ? 4 : 2;  // lines of inputs to a line of weights
+constexpr bool kFourBits = kCodes == kInt4 || kCodes == kE2m1;
+constexpr int kAcross = kCodes == kDense ? 1 : kFourBits ? 4 : 2;  // lines of inputs to a line of weights
 constexpr int kLineUnits = kCoded ? 128 : kLine;  // of a map of weights: bytes, or elements
 constexpr int kGroup = GROUP;
 constexpr int kGroupSteps = kGroup > 0 ? kGroup / 16 : 1;  // products of 16 inputs
 constexpr bool kZeros = ZEROS;
 constexpr int kZeroGroups = kZeros && kGroup == 32 ? 2 : 1;  // of 64 columns, each with zero points of its own
 constexpr int kScaleLines = kCodes == kE4m3 ? 8 : 1;  // lines of weights that share a scale of a group
-constexpr int kScaleBytes = kCodes == kE4m3 ? 4 : 2;
+constexpr int kScaleBytes = kCodes == kE4m3 ? 4 : kCodes == kE2m1 ? 1 : 2;  // one: a power of two, as E8M0 stores it
 
 // The scales of a weight, and its zero points: of each line [lines], or of groups [groups, pitch].
 struct Scales {
@@ -85,6 +86,20 @@ inline __device__ uint32_t make_pair(uint32_t codes, uint32_t zero, uint32_t mag
   return less(raised, zero);
 }
 
+// The same of 4-bit floats: sign, exponent and fraction where bf16 has them, which leaves 2^-126 of the value. No zero
+// points.
+template <int kPair>
+inline __device__ uint32_t make_float_pair(uint32_t codes) {
+  const uint32_t numbers = kPair < 2 ? codes << (6 - 4 * kPair) : codes >> (4 * kPair - 6);
+  return ((codes << (12 - 4 * kPair)) & 0x80008000) | (numbers & 0x01C001C0);
+}
+
+template <int kPair>
+inline __device__ uint32_t make_pair_of_four_bits(uint32_t codes, uint32_t zero, uint32_t magic) {
+  if constexpr (kCodes == kE2m1) return make_float_pair<kPair>(codes);
+  return make_pair<kPair>(codes, zero, magic);
+}
+
 // What wgmma reads of 64 lines and 64 columns: four steps of 16 columns, four registers each.
 struct Fragments {
   uint32_t steps[4][4];
@@ -95,7 +110,7 @@ struct Fragments {
 template <class At>
 inline __device__ void read_fragments(Fragments& to, const At& at, int lane, const uint32_t (&zeros)[kZeroGroups][2],
                                       uint32_t magic) {
-  if constexpr (kCodes == kInt4) {
+  if constexpr (kFourBits) {
     uint32_t codes[4];
     load_matrices(codes, at(lane / 16));
 #pragma unroll
@@ -103,8 +118,10 @@ inline __device__ void read_fragments(Fragments& to, const At& at, int lane, con
       auto& low = to.steps[i / 2 * 2];
       auto& high = to.steps[i / 2 * 2 + 1];
       const uint32_t zero = zeros[i / 2 * (kZeroGroups - 1)][i % 2];
-      low[i % 2] = make_pair<0>(codes[i], zero, magic), low[i % 2 + 2] = make_pair<1>(codes[i], zero, magic);
-      high[i % 2] = make_pair<2>(codes[i], zero, magic), high[i % 2 + 2] = make_pair<3>(codes[i], zero, magic);
+      low[i % 2] = make_pair_of_four_bits<0>(codes[i], zero, magic);
+      low[i % 2 + 2] = make_pair_of_four_bits<1>(codes[i], zero, magic);
+      high[i % 2] = make_pair_of_four_bits<2>(codes[i], zero, magic);
+      high[i % 2 + 2] = make_pair_of_four_bits<3>(codes[i], zero, magic);
     }
   } else {
 #pragma unroll
@@ -123,7 +140,7 @@ inline __device__ void read_fragments(Fragments& to, const At& at, int lane, con
 // The same of part `part` of the lines of 128 bytes that `lines` begins.
 inline __device__ void make_fragments(Fragments& to, uint32_t lines, int part, int lane,
                                       const uint32_t (&zeros)[kZeroGroups][2], uint32_t magic) {
-  constexpr int kEach = kCodes == kInt4 ? 2 : 4;  // 16 bytes of 64 columns
+  constexpr int kEach = kFourBits ? 2 : 4;  // 16 bytes of 64 columns
   read_fragments(to, [&](int number) { return lines + (((part * kEach + number) ^ (lane & 7)) << 4); }, lane, zeros, magic);
 }
 
@@ -174,6 +191,86 @@ inline __device__ void find_scales(float (&found)[2], const uint8_t* at, bool ha
     for (int i = 0; i < 2; ++i) {
       found[i] = half ? __half2float(__ushort_as_half(numbers[i])) : __uint_as_float(uint32_t{numbers[i]} << 16);
     }
+  }
+}
+
+inline __device__ uint32_t twice(float number) {
+  return __bfloat16_as_ushort(__float2bfloat16_rn(number)) * 0x00010001u;
+}
+
+// The scales of a thread's two lines of a group, for weights that are scaled before they are multiplied.
+template <class S>
+struct Factors {
+  uint32_t high[2], low[2];  // their sum is the scale, so that products are rounded once
+
+  __device__ Factors(const uint8_t* scales, bool half, int group, int block, int thread) {
+    float found[2];
+    find_scales<S>(found, scales, half, group, block, thread);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      high[i] = twice(found[i]);
+      low[i] = twice(found[i] - __uint_as_float(high[i] << 16));
+    }
+  }
+
+  __device__ void multiply(uint32_t (&step)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t rest = scaled_by(step[i], low[i % 2]);
+      asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(step[i]) : "r"(high[i % 2]), "r"(rest));
+    }
+  }
+};
+
+// Multiplies fragments by powers of two, 2^(exponent - 127), and by 2^126, which 4-bit floats lack.
+template <class S>
+inline __device__ void scale_by_powers(Fragments& to, const uint8_t* exponents, int part, int block, int thread) {
+  constexpr int kGroups = 4 / kGroupSteps;  // of 64 columns
+  uint8_t found[kGroups][2];
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    find_numbers<S, uint8_t, kScaleLines>(found[i], exponents, part * kGroups + i, block, thread);
+  }
+  const auto multiply = [&](auto factor_of) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      uint32_t& pair = to.steps[i / 4][i % 4];
+      pair = scaled_by(pair, factor_of(found[i / 4 / kGroupSteps][i % 2]));
+    }
+  };
+  if (!__any_sync(~0u, (found[0][0] | found[0][1] | found[1][0] | found[1][1]) > 128)) {
+    multiply([](uint32_t exponent) { return exponent * 0x00800080u + 0x3F003F00u; });
+  } else {  // more than 2^127 at once is no number
+    multiply([](uint32_t exponent) { return min(exponent + 126, 254u) * 0x00800080u; });
+    multiply([](uint32_t exponent) { return max(static_cast<int>(exponent) - 1, 127) * 0x00800080u; });
+  }
+}
+
+// Multiplies the fragments of 64 columns, a part of a chunk, by the scales of their groups.
+template <class S>
+inline __device__ void scale_fragments(Fragments& to, const uint8_t* scales, bool half, int part, int block, int thread) {
+  constexpr int kSteps = kGroupSteps < 4 ? kGroupSteps : 4;
+  if constexpr (kCodes == kE2m1) {
+    scale_by_powers<S>(to, scales, part, block, thread);
+  } else if constexpr (kGroup > 0) {
+#pragma unroll
+    for (int first = 0; first < 4; first += kSteps) {
+      const Factors<S> factors(scales, half, (part * 4 + first) / kGroupSteps, block, thread);
+#pragma unroll
+      for (int step = first; step < first + kSteps; ++step) factors.multiply(to.steps[step]);
+    }
+  }
+}
+
+// Keeps the compiler from giving the registers of an operand to what comes before the wait above it: products that run
+// still read them. The assembler must see a use, too: a store that never happens, since `never` is false.
+inline __device__ void still_needed(const Fragments& operand, bool never) {
+#pragma unroll
+  for (const auto& step : operand.steps) {
+    asm volatile("{\n.reg .pred never;\nsetp.ne.u32 never, %4, 0;\n@never st.shared.v4.b32 [%4], {%0, %1, %2, %3};\n}" ::"r"(
+                     step[0]),
+                 "r"(step[1]), "r"(step[2]), "r"(step[3]), "r"(static_cast<uint32_t>(never))
+                 : "memory");
   }
 }
 

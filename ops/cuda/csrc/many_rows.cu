@@ -100,34 +100,6 @@ __device__ void multiply_add(float (&sum)[128], const uint32_t (&a)[4], uint64_t
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
 }
 
-__device__ uint32_t twice(float number) {
-  return __bfloat16_as_ushort(__float2bfloat16_rn(number)) * 0x00010001u;
-}
-
-// The scales of a thread's two lines of a group, each as a sum of two numbers, so that its products are rounded once.
-template <class S>
-struct Factors {
-  uint32_t high[2], low[2];
-
-  __device__ Factors(const uint8_t* scales, bool half, int group, int thread) {
-    float found[2];
-    find_scales<S>(found, scales, half, group, thread / kTeam, thread);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      high[i] = twice(found[i]);
-      low[i] = twice(found[i] - __uint_as_float(high[i] << 16));
-    }
-  }
-
-  __device__ void multiply(uint32_t (&step)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t rest = scaled_by(step[i], low[i % 2]);
-      asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(step[i]) : "r"(high[i % 2]), "r"(rest));
-    }
-  }
-};
-
 // Makes what a warpgroup multiplies of a slot: its 64 lines and 64 columns, scaled where groups have scales.
 template <class S>
 __device__ void make_operand(Fragments& to, const uint8_t* slot, bool half, int thread, uint32_t magic) {
@@ -137,23 +109,7 @@ __device__ void make_operand(Fragments& to, const uint8_t* slot, bool half, int 
   uint32_t zeros[kZeroGroups][2];
   find_zeros<S>(zeros, slot + S::kScalesAt + S::kScaleBytesOf, 0, thread / kTeam, thread);
   read_fragments(to, [&](int number) { return own + ((number ^ turn) << 4); }, lane, zeros, magic);
-#pragma unroll
-  for (int group = 0; group < S::kGroups; ++group) {
-    constexpr int kSteps = kGroupSteps < 4 ? kGroupSteps : 4;
-    const Factors<S> factors(slot + S::kScalesAt, half, group, thread);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) factors.multiply(to.steps[group * kSteps + step]);
-  }
-}
-
-// Keeps the compiler from giving the registers of an operand to what comes before the wait above it: products that run
-// still read them.
-__device__ void still_needed(Fragments& operand) {
-#pragma unroll
-  for (auto& step : operand.steps) {
-#pragma unroll
-    for (uint32_t& pair : step) asm volatile("" : "+r"(pair)::"memory");
-  }
+  scale_fragments<S>(to, slot + S::kScalesAt, half, 0, thread / kTeam, thread);
 }
 
 // The sums of the next `count` chunks.
@@ -178,7 +134,7 @@ __device__ void sum_up(float (&sums)[S::kSums], Slots<S>& ring, int count, bool 
       make_operand<S>(next, ring.slot(), half, thread, magic);
     }
     multiply_wait<0>();  // the other warpgroup multiplies meanwhile
-    still_needed(own);
+    still_needed(own, count < 0);
     leave_everywhere(emptied, kCluster, thread % 32);
     if (!more) break;
     own = next;

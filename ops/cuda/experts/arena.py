@@ -38,6 +38,7 @@ class CodePitches(NamedTuple):
 class Arena(NamedTuple):
     """One weight [O, I] of each expert."""
 
+    experts: int
     shape: tuple[int, int]
     first: Tensor | Codes
     """The first expert's weight."""
@@ -83,7 +84,7 @@ def arena_of(weights: Sequence[Stored], dtype: torch.dtype) -> Arena:
         if any(weight.format != Dense(dtype) for weight in weights):
             weights = [Stored.from_dense(weight.dense(dtype)) for weight in weights]
         first, pitch, kept = _spaced([weight.parts["values"] for weight in weights])
-        return Arena(shape, first, pitch, kept)
+        return Arena(len(weights), shape, first, pitch, kept)
     parts: dict[str, Tensor] = {}
     pitches: dict[str, int] = {}
     held: list[Tensor] = []
@@ -94,7 +95,7 @@ def arena_of(weights: Sequence[Stored], dtype: torch.dtype) -> Arena:
         pitches["codes"] // 4, pitches.get("high", 0), pitches["scales"], pitches.get("zeros", 0),
         pitches.get("factors", 0), pitches.get("table", 0),
     )  # fmt: skip
-    return Arena(shape, codes_of(Stored(weights[0].format, shape, parts)), of_parts, tuple(held))
+    return Arena(len(weights), shape, codes_of(Stored(weights[0].format, shape, parts)), of_parts, tuple(held))
 
 
 def _spaced(tensors: Sequence[Tensor]) -> tuple[Tensor, int, tuple[Tensor, ...]]:

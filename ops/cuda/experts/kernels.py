@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.experts.registry import ExpertKernel, ExpertRun, ExpertShape
     from headrace.ops.cuda.products.registry import ProductRoom
 
-__all__ = ["EXPERTS", "TileExperts", "VectorExperts"]
+__all__ = ["EXPERTS", "RowExperts", "TileExperts", "VectorExperts"]
 
+_LINE: Final = 64
+"""Inputs in 128 bytes."""
 _VECTOR_ROWS = 4
 """Most tokens of vector.py, whatever a tuning says: one program chooses for all."""
 
@@ -41,6 +43,34 @@ class VectorExperts:
         return VectorExpertsRun(room)
 
 
+class RowExperts:
+    """Experts in codes on Hopper (rows.py), whose codes become bfloat16 once for up to 64 rows of an expert."""
+
+    name = "rows"
+
+    def refuses(self, arch: Arch, shape: ExpertShape) -> str | None:
+        """Return what the kernel misses: codes that it knows, whole lines, bfloat16, or Hopper."""
+        for kind in (shape.gate_up, shape.down):
+            if kind is None:
+                return "takes weights in codes"
+            if (beyond := kind.beyond_expert_source) is not None:
+                return beyond
+        if shape.hidden % _LINE or shape.size % _LINE:
+            return f"takes multiples of {_LINE} inputs, not {(shape.hidden, shape.size)}"
+        return lacks_bfloat16(shape.dtype) or arch.lacks("wgmma")
+
+    def rows(self, arch: Arch, shape: ExpertShape) -> range:
+        """Return the tokens whose experts have few rows each, so that reading weights is most of the work."""
+        each = arch.tuning.expert_rows
+        return range(each.start, each.stop * shape.routing.experts // shape.routing.top_k)
+
+    def open(self, room: ProductRoom) -> ExpertRun:
+        """Return the kernel of csrc/ with Triton's around it."""
+        from headrace.ops.cuda.experts.running import RowExpertsRun
+
+        return RowExpertsRun(room)
+
+
 class TileExperts:
     """Experts of any number of tokens by tensor cores (tiles.py, coded_tiles.py): those of a tile read one together."""
 
@@ -61,4 +91,4 @@ class TileExperts:
         return TileExpertsRun(room)
 
 
-EXPERTS: Final[tuple[ExpertKernel, ...]] = (VectorExperts(), TileExperts())
+EXPERTS: Final[tuple[ExpertKernel, ...]] = (VectorExperts(), RowExperts(), TileExperts())

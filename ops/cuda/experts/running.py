@@ -20,6 +20,7 @@ from headrace.ops.cuda.experts.combine import combine
 from headrace.ops.cuda.experts.float4_tiles import FLOAT4_ROWS, FLOAT4_TILING, float4_tile_products, takes_float4
 from headrace.ops.cuda.experts.logits import allocate_logits, router_logits
 from headrace.ops.cuda.experts.registry import launches
+from headrace.ops.cuda.experts.rows import gathered_rows, row_products
 from headrace.ops.cuda.experts.tiles import tile_products, tile_rows, tiling
 from headrace.ops.cuda.experts.vector import vector_down, vector_up
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.experts.registry import ExpertWeights, Padding
     from headrace.ops.cuda.products.registry import ProductRoom
 
-__all__ = ["TileExpertsRun", "VectorExpertsRun"]
+__all__ = ["RowExpertsRun", "TileExpertsRun", "VectorExpertsRun"]
 
 _EXACT_ROWS: Final = 64
 """Most tokens whose results stay in float32 until they are added: with more, their memory traffic takes too long. It is
@@ -71,6 +72,41 @@ class VectorExpertsRun(_Run):
         add(act_PF, down, weights.down_bias_XE, chosen, out_NE, pdl=pdl)
 
 
+class RowExpertsRun(_Run):
+    """Experts in codes of some tokens, whose rows are brought together in tiles."""
+
+    def __init__(self, room: ProductRoom) -> None:
+        """Allocate what launches leave for each other."""
+        super().__init__(room)
+        self._finished = torch.zeros(2, dtype=torch.int32, device=room.scratch.counters.device)
+
+    def run(
+        self, x_NE: Tensor, routed_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None
+    ) -> None:
+        """Enqueue logits, choices with their lists, the rows of each expert, gates and ups, downs, and the sums."""
+        pdl, routing, device = self._pdl, weights.routing, x_NE.device
+        logits_SNX = self._logits(routed_NE, weights)
+        chosen = allocate_choices(len(x_NE), routing, device)
+        pairs = chosen.ids_NK.numel()
+        rows = tile_rows(pairs, routing.experts, self._room.scratch.arch.tuning.expert_row_tiles)
+        lists = allocate_lists(len(x_NE), routing, rows, self._finished)
+        self._room.chain.note(self._rest)
+        choose(
+            logits_SNX, routing, weights.correction_X, chosen, lists, scales_X=weights.scales_X, padding=padding,
+            pdl=pdl,
+        )  # fmt: skip
+        x_PE = gathered_rows(x_NE, chosen, lists, pdl=pdl)
+        act_PF = torch.empty(pairs, weights.down.shape[1], dtype=x_NE.dtype, device=device)
+        dtype = torch.float32 if len(x_NE) <= _EXACT_ROWS else x_NE.dtype
+        results_PE = torch.empty(pairs, out_NE.shape[1], dtype=dtype, device=device)
+        row_products(
+            x_PE, weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF, activation=weights.activation,
+            pdl=pdl,
+        )  # fmt: skip
+        row_products(act_PF, weights.down, weights.down_bias_XE, chosen, lists, results_PE, pdl=pdl)
+        combine(results_PE, chosen, out_NE, pdl=pdl)
+
+
 class TileExpertsRun(_Run):
     """Experts of any number of tokens, which are brought together in tiles."""
 
@@ -88,7 +124,7 @@ class TileExpertsRun(_Run):
         chosen = allocate_choices(len(x_NE), routing, device)
         pairs = chosen.ids_NK.numel()
         arch, both = self._room.scratch.arch, (weights.gate_up, weights.down)
-        multiply, rows = self._multiply, tile_rows(pairs, routing.experts, arch.tuning)
+        multiply, rows = self._multiply, tile_rows(pairs, routing.experts, arch.tuning.expert_tile_rows)
         if all(takes_bytes(each.kind, each.shape, arch) for each in both):
             multiply = self._multiply_bytes
         elif any(each.kind is not None for each in both):

@@ -19,12 +19,13 @@ from headrace.ops.cuda.experts.activation import activated, halves
 from headrace.ops.cuda.experts.memory import place_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from headrace.ops.cuda.arch import Arch
     from headrace.ops.cuda.experts.arena import Arena
     from headrace.ops.cuda.experts.choose import Choices, Lists
-    from headrace.ops.cuda.tuning.table import Tuning
     from headrace.ops.routing import ExpertActivation
 
 __all__ = ["ExpertTiling", "source_and_target", "store_results", "tile_products", "tile_rows", "tiling"]
@@ -155,9 +156,9 @@ def tile_products(
     )  # fmt: skip
 
 
-def tile_rows(pairs: int, experts: int, tuning: Tuning) -> int:
-    """Return the rows of a tile, by the tokens that an expert has on average."""
-    return next(rows for most, rows in tuning.expert_tile_rows if pairs <= most * experts)
+def tile_rows(pairs: int, experts: int, table: Sequence[tuple[int, int]]) -> int:
+    """Return the rows of a tile by the tokens that an expert has on average: those behind the first number as large."""
+    return next(rows for most, rows in table if pairs <= most * experts)
 
 
 def tiling(rows: int, arch: Arch) -> ExpertTiling:

@@ -85,6 +85,10 @@ class Tuning:
     expert_tile_rows: tuple[tuple[int, int], ...]
     """Rows of a tile of an expert's tokens, behind the most tokens that an expert has on average for them, in ascending
     order; the last is for all beyond."""
+    expert_rows: range
+    """Tokens whose experts csrc/ computes, if they are in codes: the last is how many an expert has on average."""
+    expert_row_tiles: tuple[tuple[int, int], ...]
+    """As `expert_tile_rows` for these: 16, 32 or 64 rows."""
     decode: Mapping[str, tuple[Span, ...]]
     """Batches for which each way to attend in decodes pays, with a cache of 16 bits."""
     decode_8_bits: Mapping[str, tuple[Span, ...]]
