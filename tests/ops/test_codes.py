@@ -99,4 +99,5 @@ def test_kinds_have_names_of_their_own_and_the_ring_knows_its_kinds() -> None:
         assert isinstance(kind, Kind)
         assert (kind.beyond_source is None) == (format in RING), kind.name
         assert kind.beyond_source is None or kind.name in kind.beyond_source
+        assert (kind.beyond_expert_source is None) == (format in (*RING, Float4Groups("e8m0"))), kind.name
     assert set(OTHERS).isdisjoint(RING) and Kind(INT4, 64, True).macros == {"CODES": 3, "GROUP": 64, "ZEROS": 1}

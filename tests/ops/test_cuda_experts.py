@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from emulated_experts import mixed
-from stored_codes import FORMATS, label, random_weight, whole
+from stored_codes import FORMATS, RING, label, random_weight, whole
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -14,14 +14,16 @@ from typing import Any
 
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.codes.packing import in_codes
-from headrace.ops.cuda.experts.byte_tiles import takes_bytes
+from headrace.ops.cuda.experts.coded.byte_tiles import takes_bytes
+from headrace.ops.cuda.experts.kernels import EXPERTS
 from headrace.ops.cuda.experts.packed import CudaExperts, ExpertProducts
-from headrace.ops.cuda.experts.registry import Padding
+from headrace.ops.cuda.experts.registry import ExpertShape, Padding, resolve_experts
 from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.products.linear import LinearScratch
 from headrace.ops.cuda.products.registry import ProductRoom
 from headrace.ops.experts import Experts, route
 from headrace.ops.formats import Stored
+from headrace.ops.quantised import Float4Groups, Fp8
 from headrace.ops.routing import Routing
 
 GPU = torch.device("cuda")
@@ -64,6 +66,13 @@ def layer(routing: Routing, hidden: int, size: int, activation: Any = "silu") ->
     )  # fmt: skip
 
 
+def is_by_rows(packed: CudaExperts, rows: int) -> bool:
+    """Whether csrc/ computes the experts of so many tokens, whose inputs then stay bfloat16."""
+    shape = ExpertShape(packed.weights.routing, packed.weights.down.shape[0], packed.weights.down.shape[1],
+                        gate_up=packed.weights.gate_up.kind, down=packed.weights.down.kind)  # fmt: skip
+    return resolve_experts(EXPERTS, Arch.of(GPU), shape).kernels[rows].name == "rows"
+
+
 def check(packed: CudaExperts, x: torch.Tensor, most: float = 2**-7) -> None:
     """A token's largest error is small, beside its largest number; tokens whose choice is close are left out.
 
@@ -81,7 +90,11 @@ def check(packed: CudaExperts, x: torch.Tensor, most: float = 2**-7) -> None:
         clear &= (route(shaken.float(), weights.routing, weights.correction_X).ids_NK == ids).all(1)
     assert clear.sum() >= 0.9 * len(x)
     kinds = weights.gate_up.kind, weights.down.kind
-    coded = len(x) > 64 and all(takes_bytes(kind, (1, 128), Arch.of(GPU)) and kind.codes == "fp8" for kind in kinds)
+    coded = (
+        len(x) > 64
+        and not is_by_rows(packed, len(x))
+        and all(takes_bytes(kind, (1, 128), Arch.of(GPU)) and kind.codes == "fp8" for kind in kinds)
+    )
     truth, out = mixed(x.double(), ids, shares.double(), weights, coded=coded), packed(x)
     errors = ((out - truth).abs().amax(1) / truth.abs().amax(1))[clear]
     assert errors.max() < (2**-3 if coded else most), (len(x), errors.max())
@@ -151,5 +164,52 @@ def test_experts_in_codes(format: Any) -> None:
     experts = Experts(Routing(count, 2), torch.randn(count, size, device=GPU) * size**-0.5, ups, downs)
     packed = products().pack(experts, torch.bfloat16)
     assert (packed.weights.gate_up.kind is None) == ("ordered" in label(format))
-    for rows in (1, 4, 7, 64, 200):
+    for rows in (1, 4, 7, 64, 200, 1000):
         check(packed, torch.randn(rows, size, device=GPU).bfloat16(), 3 * 2**-7)  # codes are rounded to bfloat16, too
+
+
+ROW_SIZES = {"fp4": (2880, 1472), "fp8": (1088, 320), "other": (640, 384)}
+"""Inputs that leave parts of a chunk, and outputs that leave parts of a tile."""
+
+
+@pytest.mark.parametrize("format", (*RING, Float4Groups("e8m0")), ids=label)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+def test_rows_of_experts_in_codes(format: Any, activation: Any) -> None:
+    """The kernel of csrc/ with partial tiles, biases, padding, large scales, and rows alone and among others."""
+    if not Arch.of(GPU).has("wgmma"):
+        pytest.skip("needs Hopper")
+    count = 6
+    name = "fp4" if isinstance(format, Float4Groups) else "fp8" if format == Fp8() else "other"
+    hidden, size = ROW_SIZES[name]
+    ups, downs = (
+        tuple(in_codes(random_weight(format, *shape, seed=seed).to(GPU), torch.bfloat16) for seed in range(count))
+        for shape in ((2 * size, hidden), (hidden, size))
+    )
+    if name == "fp4":  # an output of large numbers, which is left out below
+        downs[0].parts["scales"][:, 7] = 240
+    biases = [torch.randn(count, wide, device=GPU) if activation != "silu" else None for wide in (2 * size, hidden)]
+    experts = Experts(
+        Routing(count, 3), torch.randn(count, hidden, device=GPU) * hidden**-0.5, ups, downs, activation,
+        gate_up_bias_XF=biases[0], down_bias_XE=biases[1],
+    )  # fmt: skip
+    made = products()
+    packed = made.pack(experts, torch.bfloat16)
+    for rows in (5, 16, 33, 64, 65, 180):
+        x = torch.randn(rows, hidden, device=GPU).bfloat16()
+        assert is_by_rows(packed, rows)
+        ids, shares = route((x.double() @ packed.weights.router_XE.double().T).float(), packed.weights.routing)
+        truth, out = mixed(x.double(), ids, shares.double(), packed.weights), packed(x)
+        if name == "fp4":
+            hit = (ids == 0).any(1)
+            assert (out[hit, 7].abs() > 2.0**90).all(), "a scale of 2^113"
+            truth, out = (torch.cat((each[:, :7], each[:, 8:]), 1) for each in (truth, out))
+        errors = (out - truth).abs().amax(1) / truth.abs().amax(1)
+        assert errors.median() < 2**-7, (rows, errors.median())
+        assert errors.quantile(0.9) < 2**-6, (rows, errors.max())
+        few = 5 if rows <= 64 else 65
+        assert torch.equal(packed(x[:few]), packed(x)[:few]), f"{few} rows alone and among {rows}"
+        numbers = torch.arange(rows, device=GPU, dtype=torch.int32)
+        with made.padded(Padding(torch.where(numbers % 3 == 1, rows, numbers), rows)):
+            padded = packed(x)
+        assert torch.equal(padded[numbers % 3 != 1], packed(x)[numbers % 3 != 1])
+        assert not padded[numbers % 3 == 1].any()

@@ -25,6 +25,7 @@ from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.cuda.experts.arena import arena_of, kind_of_experts
 from headrace.ops.cuda.experts.choose import allocate_choices, allocate_lists, choose, most_tiles
+from headrace.ops.cuda.experts.coded.gather import gathered_rows
 from headrace.ops.cuda.experts.logits import allocate_logits, router_logits
 from headrace.ops.cuda.experts.registry import ExpertWeights, Padding, split_router
 from headrace.ops.cuda.experts.running import TileExpertsRun, VectorExpertsRun
@@ -92,6 +93,8 @@ def check_choices():
             assert (chosen.weights_NK - want.weights_NK)[real].abs().max() < 2e-6 * routing.scale
             if lists is not None:
                 check_lists(chosen.ids_NK, lists, experts)
+                taken = lists.pairs_P[: int((chosen.ids_NK >= 0).sum())] // routing.top_k
+                assert torch.equal(gathered_rows(x, chosen, lists)[: len(taken)], x[taken])
         print(routing.score)
     routing, chosen = Routing(6, 3), allocate_choices(2, Routing(6, 3), CPU)
     choose(torch.full((1, 2, 6), torch.nan), routing, None, chosen)

@@ -623,6 +623,7 @@ def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, i
     from headrace.ops.cuda.attention import even as cuda_even
     from headrace.ops.cuda.attention import tile as cuda_tile
     from headrace.ops.cuda.attention.shape import HeadShape
+    from headrace.ops.cuda.codes.kinds import E2M1, Kind
     from headrace.ops.cuda.compiling import source as cuda_source
     from headrace.ops.cuda.kernels import KERNELS
 
@@ -637,7 +638,11 @@ def asked_of_nvcc(arch: str, *, everything: bool) -> list[tuple[str, dict[str, i
                 if attention.refuses(shape, chip) is None:
                     for build in (*attention.builds(shape), *line_builds(attention, shape, chip)):
                         build()
-        coded = [each for kind in some_kinds("csrc") for each in KERNELS.coded(kind)]
+        kinds = some_kinds("csrc")
+        for kernel in KERNELS.experts:
+            for build in kernel.builds(chip, (*kinds, Kind(E2M1, 32, scales="e8m0"))):
+                build()
+        coded = [each for kind in kinds for each in KERNELS.coded(kind)]
         for product in (*KERNELS.products, *coded):
             if product.lacks(chip, torch.bfloat16, 128) is None:
                 for worn in worn_by(product, everything=everything):
@@ -667,7 +672,7 @@ def compile_with_nvcc(arch: str, target: str, part: int, tmp_path: Path) -> None
     ffi = Path((importlib.util.find_spec("tvm_ffi") or pytest.fail("needs apache-tvm-ffi")).origin or "").parent
     includes = [f"-I{folder}" for folder in (*toolkit.includes, ffi / "include", ffi / "3rdparty/dlpack/include")]
     assert {name for name, _ in asked} >= (
-        {"even_decode", "even_linear", "many_rows"} if arch == "sm_90" else {"even_decode"}
+        {"even_decode", "even_linear", "expert_rows", "many_rows"} if arch == "sm_90" else {"even_decode"}
     )
     for number, (name, sizes) in enumerate(part_of(asked, part)):
         macros = [f"-D{macro}={value}" for macro, value in sizes.items()]

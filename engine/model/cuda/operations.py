@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.cuda.compiling import compiles
+from headrace.engine.model.experts import routing_of
 from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.network.foreign import Network
 from headrace.engine.model.network.rotation import growth_table, rotation_table
@@ -21,6 +23,7 @@ from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.codes.kinds import Kind
 from headrace.ops.cuda.codes.layout import CodeLayout
 from headrace.ops.cuda.experts.packed import ExpertProducts
+from headrace.ops.cuda.experts.registry import ExpertKernel
 from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.kernels import KERNELS, Kernels
 from headrace.ops.cuda.latents.ops import CudaLatentOps
@@ -130,7 +133,8 @@ def _products(
     room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
     able = [*(kernel for kind in codes for kernel in kernels.coded(kind)), *kernels.products]
     products = Products(arch, room, _built(able, arch, dtype, head_dim))
-    return products, ExpertProducts(arch, room, kernels.experts)
+    has_experts = routing_of(spec) is not None
+    return products, ExpertProducts(arch, room, _built_experts(kernels.experts, arch, codes) if has_experts else ())
 
 
 def positions_of(step: CudaStep) -> Tensor:
@@ -150,6 +154,14 @@ def kinds_of(weights: DecoderWeights) -> list[Kind]:
     formats = [piece.format for matrix in matrices for piece in matrix.pieces()]
     kinds = {format.kind for format in formats if isinstance(format, CodeLayout)}
     return sorted(kinds, key=lambda kind: kind.name)
+
+
+def _built_experts(kernels: Sequence[ExpertKernel], arch: Arch, codes: Sequence[Kind]) -> tuple[ExpertKernel, ...]:
+    """Compile the kernels of experts that are compiled ahead; return all, or without these if one cannot be had."""
+    builds = {each.name: each.builds(arch, codes) for each in kernels}
+    if compiles(itertools.chain(*builds.values()), "experts are left to Triton, which is slower"):
+        return tuple(kernels)
+    return tuple(each for each in kernels if not builds[each.name])
 
 
 def _built(

@@ -19,7 +19,7 @@ constexpr int kTeams = 4;                         // warpgroups that multiply
 constexpr int kThreads = kTeam * (kTeams + 1);
 constexpr int kWidth = 128;                       // bytes of a line of codes that are fetched at once
 constexpr int kParts = kAcross;                   // of 64 columns, in these bytes
-constexpr int kShared = 225 * 1024;               // bytes of a block, but for what is declared below
+constexpr int kShared = 223 * 1024;               // bytes of a block, but for what is declared below
 constexpr int kTileLines = kTeams * kBlock;
 constexpr int kNumberLines = 128;                 // whose numbers of 2 bytes the copy engine fetches at once
 

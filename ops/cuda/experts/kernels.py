@@ -5,13 +5,17 @@ Imports no compiler; the kernels run in running.py.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Final
 
 from headrace.ops.cuda.products.kernels import lacks_bfloat16, up_to
 from headrace.ops.cuda.tuning.table import ANY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from headrace.ops.cuda.arch import Arch
+    from headrace.ops.cuda.codes.kinds import Kind
     from headrace.ops.cuda.experts.registry import ExpertKernel, ExpertRun, ExpertShape
     from headrace.ops.cuda.products.registry import ProductRoom
 
@@ -24,7 +28,7 @@ _VECTOR_ROWS = 4
 
 
 class VectorExperts:
-    """Experts of few tokens without tensor cores (vector.py, coded_vector.py): each token reads its own."""
+    """Experts of few tokens without tensor cores (vector.py, coded/): each token reads its own."""
 
     name = "vector"
 
@@ -42,9 +46,13 @@ class VectorExperts:
 
         return VectorExpertsRun(room)
 
+    def builds(self, arch: Arch, kinds: Sequence[Kind]) -> Sequence[Callable[[], object]]:
+        """Return nothing: Triton compiles at the first launch."""
+        return ()
+
 
 class RowExperts:
-    """Experts in codes on Hopper (rows.py), whose codes become bfloat16 once for up to 64 rows of an expert."""
+    """Experts in codes on Hopper (coded/rows.py), whose codes become bfloat16 once for up to 64 rows of an expert."""
 
     name = "rows"
 
@@ -66,13 +74,19 @@ class RowExperts:
 
     def open(self, room: ProductRoom) -> ExpertRun:
         """Return the kernel of csrc/ with Triton's around it."""
-        from headrace.ops.cuda.experts.running import RowExpertsRun
+        from headrace.ops.cuda.experts.coded.row_run import RowExpertsRun
 
         return RowExpertsRun(room)
 
+    def builds(self, arch: Arch, kinds: Sequence[Kind]) -> Sequence[Callable[[], object]]:
+        """Return the functions that compile the source for those of `kinds` that it takes."""
+        if arch.lacks("wgmma"):
+            return ()
+        return [functools.partial(_build, kind.macros) for kind in kinds if kind.beyond_expert_source is None]
+
 
 class TileExperts:
-    """Experts of any number of tokens by tensor cores (tiles.py, coded_tiles.py): those of a tile read one together."""
+    """Experts of any number of tokens by tensor cores (tiles.py, coded/): those of a tile read one together."""
 
     name = "tiles"
 
@@ -89,6 +103,16 @@ class TileExperts:
         from headrace.ops.cuda.experts.running import TileExpertsRun
 
         return TileExpertsRun(room)
+
+    def builds(self, arch: Arch, kinds: Sequence[Kind]) -> Sequence[Callable[[], object]]:
+        """Return nothing: Triton compiles at the first launch."""
+        return ()
+
+
+def _build(macros: Mapping[str, int]) -> None:
+    from headrace.ops.cuda.compiling.source import compiled
+
+    compiled("expert_rows", **macros)
 
 
 EXPERTS: Final[tuple[ExpertKernel, ...]] = (VectorExperts(), RowExperts(), TileExperts())

@@ -6,7 +6,7 @@ themselves are declared in kernels.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -109,6 +109,10 @@ class ExpertKernel(Protocol):
 
     def rows(self, arch: Arch, shape: ExpertShape) -> range:
         """Return the numbers of tokens for which the kernel pays, by the GPU's tuning."""
+        ...
+
+    def builds(self, arch: Arch, kinds: Sequence[Kind]) -> Sequence[Callable[[], object]]:
+        """Return the functions that compile the kernel ahead for experts in codes of `kinds`; none for Triton's."""
         ...
 
     def open(self, room: ProductRoom) -> ExpertRun:

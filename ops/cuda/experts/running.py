@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from headrace.ops.cuda.codes.kinds import E4M3
-from headrace.ops.cuda.experts.byte_tiles import byte_tile_products, byte_tiling, takes_bytes
-from headrace.ops.cuda.experts.byte_vector import byte_vector_down, byte_vector_up
 from headrace.ops.cuda.experts.choose import allocate_choices, allocate_lists, choose
-from headrace.ops.cuda.experts.code_inputs import CodeInputs, in_code_order
-from headrace.ops.cuda.experts.coded_tiles import MOST_ROWS, coded_tile_products
-from headrace.ops.cuda.experts.coded_vector import coded_vector_down, coded_vector_up
+from headrace.ops.cuda.experts.coded.byte_tiles import byte_tile_products, byte_tiling, takes_bytes
+from headrace.ops.cuda.experts.coded.byte_vector import byte_vector_down, byte_vector_up
+from headrace.ops.cuda.experts.coded.code_inputs import CodeInputs, in_code_order
+from headrace.ops.cuda.experts.coded.coded_tiles import MOST_ROWS, coded_tile_products
+from headrace.ops.cuda.experts.coded.coded_vector import coded_vector_down, coded_vector_up
 from headrace.ops.cuda.experts.combine import combine
-from headrace.ops.cuda.experts.float4_tiles import FLOAT4_ROWS, FLOAT4_TILING, float4_tile_products, takes_float4
 from headrace.ops.cuda.experts.logits import allocate_logits, router_logits
 from headrace.ops.cuda.experts.registry import launches
-from headrace.ops.cuda.experts.rows import gathered_rows, row_products
 from headrace.ops.cuda.experts.tiles import tile_products, tile_rows, tiling
 from headrace.ops.cuda.experts.vector import vector_down, vector_up
 
@@ -31,15 +29,15 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.experts.registry import ExpertWeights, Padding
     from headrace.ops.cuda.products.registry import ProductRoom
 
-__all__ = ["RowExpertsRun", "TileExpertsRun", "VectorExpertsRun"]
+__all__ = ["EXACT_ROWS", "RoutedRun", "TileExpertsRun", "VectorExpertsRun"]
 
-_EXACT_ROWS: Final = 64
+EXACT_ROWS: Final = 64
 """Most tokens whose results stay in float32 until they are added: with more, their memory traffic takes too long. It is
 also the most tokens that 8-bit floats are not multiplied by as 8-bit floats."""
 
 
-class _Run:
-    """What both kernels begin with."""
+class RoutedRun:
+    """What all kernels begin with."""
 
     def __init__(self, room: ProductRoom) -> None:
         self._room, self._pdl = room, room.pdl
@@ -52,7 +50,7 @@ class _Run:
         return logits_SNX
 
 
-class VectorExpertsRun(_Run):
+class VectorExpertsRun(RoutedRun):
     """Experts of few tokens, each of which reads its own."""
 
     def run(
@@ -72,42 +70,7 @@ class VectorExpertsRun(_Run):
         add(act_PF, down, weights.down_bias_XE, chosen, out_NE, pdl=pdl)
 
 
-class RowExpertsRun(_Run):
-    """Experts in codes of some tokens, whose rows are brought together in tiles."""
-
-    def __init__(self, room: ProductRoom) -> None:
-        """Allocate what launches leave for each other."""
-        super().__init__(room)
-        self._finished = torch.zeros(2, dtype=torch.int32, device=room.scratch.counters.device)
-
-    def run(
-        self, x_NE: Tensor, routed_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None
-    ) -> None:
-        """Enqueue logits, choices with their lists, the rows of each expert, gates and ups, downs, and the sums."""
-        pdl, routing, device = self._pdl, weights.routing, x_NE.device
-        logits_SNX = self._logits(routed_NE, weights)
-        chosen = allocate_choices(len(x_NE), routing, device)
-        pairs = chosen.ids_NK.numel()
-        rows = tile_rows(pairs, routing.experts, self._room.scratch.arch.tuning.expert_row_tiles)
-        lists = allocate_lists(len(x_NE), routing, rows, self._finished)
-        self._room.chain.note(self._rest)
-        choose(
-            logits_SNX, routing, weights.correction_X, chosen, lists, scales_X=weights.scales_X, padding=padding,
-            pdl=pdl,
-        )  # fmt: skip
-        x_PE = gathered_rows(x_NE, chosen, lists, pdl=pdl)
-        act_PF = torch.empty(pairs, weights.down.shape[1], dtype=x_NE.dtype, device=device)
-        dtype = torch.float32 if len(x_NE) <= _EXACT_ROWS else x_NE.dtype
-        results_PE = torch.empty(pairs, out_NE.shape[1], dtype=dtype, device=device)
-        row_products(
-            x_PE, weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF, activation=weights.activation,
-            pdl=pdl,
-        )  # fmt: skip
-        row_products(act_PF, weights.down, weights.down_bias_XE, chosen, lists, results_PE, pdl=pdl)
-        combine(results_PE, chosen, out_NE, pdl=pdl)
-
-
-class TileExpertsRun(_Run):
+class TileExpertsRun(RoutedRun):
     """Experts of any number of tokens, which are brought together in tiles."""
 
     def __init__(self, room: ProductRoom) -> None:
@@ -129,8 +92,6 @@ class TileExpertsRun(_Run):
             multiply = self._multiply_bytes
         elif any(each.kind is not None for each in both):
             rows = min(rows, MOST_ROWS)
-            if rows <= FLOAT4_ROWS and all(takes_float4(each.kind, each.shape, arch) for each in both):
-                multiply = self._multiply_float4
         lists = allocate_lists(len(x_NE), routing, rows, self._finished)
         self._room.chain.note(self._rest)
         choose(
@@ -138,7 +99,7 @@ class TileExpertsRun(_Run):
             pdl=pdl,
         )  # fmt: skip
         act_PF = torch.empty(pairs, weights.down.shape[1], dtype=x_NE.dtype, device=device)
-        dtype = torch.float32 if len(x_NE) <= _EXACT_ROWS else x_NE.dtype
+        dtype = torch.float32 if len(x_NE) <= EXACT_ROWS else x_NE.dtype
         results_PE = torch.empty(pairs, out_NE.shape[1], dtype=dtype, device=device)
         multiply(x_NE, weights, chosen, lists, act_PF, results_PE)
         combine(results_PE, chosen, out_NE, pdl=pdl)
@@ -164,7 +125,7 @@ class TileExpertsRun(_Run):
     ) -> None:
         """Multiply by codes of 8 bits, in their order."""
         pdl, arch = self._pdl, self._room.scratch.arch
-        few = len(x_NE) <= _EXACT_ROWS
+        few = len(x_NE) <= EXACT_ROWS
         coded = [
             not few and each.kind is not None and each.kind.codes == E4M3 for each in (weights.gate_up, weights.down)
         ]
@@ -179,15 +140,3 @@ class TileExpertsRun(_Run):
             act, weights.down, weights.down_bias_XE, chosen, lists, results_PE,
             byte_tiling(lists.rows, arch, coded=coded[1]), pdl=pdl,
         )  # fmt: skip
-
-    def _multiply_float4(
-        self, x_NE: Tensor, weights: ExpertWeights, chosen: Choices, lists: Lists, act_PF: Tensor, results_PE: Tensor
-    ) -> None:
-        """Multiply by MXFP4, in the order of its codes."""
-        pdl, how = self._pdl, FLOAT4_TILING
-        x_NE = in_code_order(x_NE, 4, x_NE.dtype, pdl=pdl).values_NE
-        float4_tile_products(
-            x_NE, weights.gate_up, weights.gate_up_bias_XL, chosen, lists, act_PF, how,
-            activation=weights.activation, pdl=pdl,
-        )  # fmt: skip
-        float4_tile_products(act_PF, weights.down, weights.down_bias_XE, chosen, lists, results_PE, how, pdl=pdl)

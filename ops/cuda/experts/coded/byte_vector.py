@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.ops.cuda.experts.activation import activated, halves
-from headrace.ops.cuda.experts.byte_tiles import memory_of
+from headrace.ops.cuda.experts.coded.byte_tiles import memory_of
 from headrace.ops.cuda.experts.vector import ExpertVectorTiling
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
 """`row_products`: products with experts' weights in codes on Hopper, whose codes become bfloat16 once for all rows.
 
 csrc/expert_rows.cu multiplies. It copies the rows of a tile in one piece, so that the rows of each expert have to lie
-one behind another: those of tokens are gathered first, in the order of the lists (choose.py). P places, N tokens, I
-inputs and O outputs of a product.
+one behind another (gather.py). P places, I inputs and O outputs of a product.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from headrace.ops.cuda.compiling.source import compiled
 
@@ -23,50 +19,11 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.experts.choose import Choices, Lists
     from headrace.ops.routing import ExpertActivation
 
-__all__ = ["gathered_rows", "row_products"]
+__all__ = ["row_products"]
 
 _DOWNS: Final = -1
 _ACTIVATIONS: Final[dict[ExpertActivation, int]] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 """Activations, as csrc/expert_rows.cu numbers them."""
-
-
-@triton.jit
-def _gather_rows_kernel(
-    x, lists, out, size, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    tiles = tl.load(lists.ends_2)
-    if tiles == 0:
-        return
-    last = lists.tiles_T3 + (tiles - 1) * 3
-    if place >= tl.load(last + 1) + tl.load(last + 2):
-        return
-    token = (tl.load(lists.pairs_P + place) // K).to(tl.int64)
-    row = tl.load(x + token * x_stride + at, mask=at < size, other=0.0)
-    tl.store(out + place.to(tl.int64) * size + at, row, mask=at < size)
-
-
-def gathered_rows(x_NI: Tensor, chosen: Choices, lists: Lists, *, pdl: bool = False) -> Tensor:
-    """Return the row of each place's token, [P, I], contiguous; rows of places that no token has are undefined.
-
-    Args:
-        x_NI: Input, last dimension contiguous.
-        chosen: Choices.
-        lists: Lists of the choices.
-        pdl: Whether to use programmatic dependent launch.
-    """
-    places, size = len(lists.pairs_P), x_NI.shape[1]
-    out_PI = torch.empty(places, size, dtype=x_NI.dtype, device=x_NI.device)
-    block = triton.next_power_of_2(size)
-    _gather_rows_kernel[(places,)](
-        x_NI, lists, out_PI, size, x_NI.stride(0), K=chosen.ids_NK.shape[1], BLOCK=block, PDL=pdl,
-        num_warps=4 if block <= 4096 else 8, launch_pdl=pdl,
-    )  # fmt: skip
-    return out_PI
 
 
 def row_products(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.codes.kinds import Kind
     from headrace.ops.cuda.experts.arena import Arena
     from headrace.ops.cuda.experts.choose import Choices, Lists
-    from headrace.ops.cuda.experts.code_inputs import CodeInputs
+    from headrace.ops.cuda.experts.coded.code_inputs import CodeInputs
     from headrace.ops.routing import ExpertActivation
 
 __all__ = ["ByteMemory", "byte_tile_products", "byte_tiling", "memory_of", "takes_bytes"]

@@ -1,0 +1,1 @@
+"""Products with weights of experts in codes."""
