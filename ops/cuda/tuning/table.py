@@ -88,7 +88,7 @@ class Tuning:
     expert_rows: range
     """Tokens whose experts csrc/ computes, if they are in codes: the last is how many an expert has on average."""
     expert_row_tiles: tuple[tuple[int, int], ...]
-    """As `expert_tile_rows` for these: 16, 32 or 64 rows."""
+    """Rows of a tile of these, 16, 32 or 64, in the form of `expert_tile_rows`."""
     decode: Mapping[str, tuple[Span, ...]]
     """Batches for which each way to attend in decodes pays, with a cache of 16 bits."""
     decode_8_bits: Mapping[str, tuple[Span, ...]]
