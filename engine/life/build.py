@@ -24,7 +24,7 @@ from headrace.engine.model.checkpoint.embedding import read_embedding
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.cpu.opening import open_cpu
-from headrace.engine.model.drafting.draft_model import DraftSource, open_draft_model
+from headrace.engine.model.drafting.draft_model import DraftSource, open_draft_model, refused_as_draft
 from headrace.engine.model.encoder.opening import open_encoder
 from headrace.engine.model.encoder.spec import encoder_from_hf, is_encoder
 from headrace.engine.model.experts import routing_of
@@ -222,35 +222,49 @@ def _info(device: Device, model: str, architecture: str, embedding: Embedding | 
 
 
 def build_kernels(config: EngineConfig) -> BuiltKernels:
-    """Compile the GPU kernels for the model that `config` names, without loading its weights.
+    """Compile the GPU kernels for the model that `config` names and for its draft model, without loading weights.
 
-    A folder needs its config.json alone, and the headers of its files where these say how weights are quantised.
+    A folder needs its config.json alone, and the headers of its files where these say how weights are quantised. The
+    weights of a trained draft head are read.
 
     Raises:
-        ModelRejected: The model's description cannot be used, or says that weights are quantised that are not there.
+        ModelRejected: A model's description cannot be used, or says that weights are quantised that are not there.
         DeviceUnavailable: There is no such GPU, or a kernel cannot be compiled.
         InvalidParams: An option does not fit the model or the device.
     """
     gpu = find_gpu(config.device)
     from headrace.engine.model.cuda.opening import build_kernels
 
+    with ExitStack() as files:
+        spec, source = _described(config, files)
+        draft = files.enter_context(open_draft_model(config, spec, None, None))
+        if draft is not None:
+            with refused_as_draft(draft.name):
+                _, of_draft = _described(draft.config, files)
+            assert not isinstance(of_draft, ForeignModel)  # a draft model has native code
+            draft = replace(draft, source=of_draft)
+        return build_kernels(config, spec, source, gpu, draft)
+
+
+def _described(config: EngineConfig, files: ExitStack) -> tuple[DecoderSpec, _Files | ForeignModel]:
+    """Return the model that `config` names, and what tells the formats of its weights; `files` closes it."""
     path = Path(config.model)
     if path.suffix != ".gguf":
         path, _ = find_model(config)
     if path.suffix == ".gguf":
-        with GgufFile(path) as gguf:
-            return build_kernels(config, gguf.spec(), gguf, gpu)
+        gguf = files.enter_context(GgufFile(path))
+        return gguf.spec(), gguf
     described = read_hf_config(path)
     if (foreign := fallback_for(config, described, "random")) is not None:
-        return build_kernels(config, foreign.spec, foreign, gpu)
+        return foreign.spec, foreign
     if described.get("quantization_config") is None:
-        return build_kernels(config, from_hf(described), "random", gpu)
+        return from_hf(described), "random"
     if not any(path.glob("*.safetensors")):
         raise ModelRejected(
             f"quantization_config: {path} says that its weights are quantised, and holds none that would tell which "
             "kernels they need; build from the whole folder"
         )
-    return build_kernels(config, from_hf(described), path, gpu)
+    return from_hf(described), path
 
 
 def _open_device(

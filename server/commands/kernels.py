@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import ModelRejected
-from headrace.server.commands.arguments import QuantizeHeadOption, QuantizeOption, sizes_of
+from headrace.server.commands.arguments import QuantizeHeadOption, QuantizeOption, SpeculateOption, sizes_of
 from headrace.server.commands.kernel_tables import print_kernels
 
 __all__ = ["kernels"]
@@ -60,6 +60,7 @@ def build(
     quantize_head: QuantizeHeadOption = False,
     max_rows: Annotated[int | None, typer.Option(help="Requests in one step, if not the default.", min=1)] = None,
     adapter_slots: Annotated[int, typer.Option(help="More than 0 for engines that take adapters.", min=0)] = 0,
+    speculate: SpeculateOption = None,
 ) -> None:
     """Compile all that engines of some models need on this GPU.
 
@@ -81,7 +82,7 @@ def build(
         for model in models:
             options: dict[str, Any] = {"device": device, "kv_dtype": kv_dtype, "max_rows": max_rows}
             options |= {"quantize": quantize, "quantize_head": quantize_head}
-            options |= {"adapter_slots": adapter_slots, "kernel_cache": cache}
+            options |= {"adapter_slots": adapter_slots, "kernel_cache": cache, "speculation": speculate}
             config = EngineConfig(model=model, load_format="random", kv_memory="256MiB", **options)
             with console.status(f"compiling kernels of {model}: up to a few minutes the first time"):
                 built = build_kernels(config)

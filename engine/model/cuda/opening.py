@@ -259,16 +259,20 @@ def _make_bank(
 
 
 def build_kernels(
-    config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel, device: torch.device
+    config: EngineConfig,
+    spec: DecoderSpec,
+    source: Source | ForeignModel,
+    device: torch.device,
+    draft: DraftSource | None = None,
 ) -> BuiltKernels:
-    """Compile every kernel that an engine of `config` may use for weights in the formats of `source`.
+    """Compile every kernel that an engine of `config` may use for weights in the formats of `source`, and of `draft`.
 
     Raises:
         DeviceUnavailable: A kernel cannot be compiled.
         InvalidParams: An option does not fit the model or the device.
         ModelRejected: The weights cannot be used.
     """
-    opened = open_cuda(config, spec, source, device, installed_kernels=False, blank=True)
+    opened = open_cuda(config, spec, source, device, installed_kernels=False, blank=True, draft=draft)
     try:
         assert isinstance(opened.runner, CudaRunner)
         opened.runner.warm_up(everything=True)

@@ -21,6 +21,7 @@ from quantised_checkpoints import CASES, write_checkpoint
 from headrace.engine import DeviceUnavailable, InvalidParams, ModelRejected
 from headrace.engine.config import EngineConfig
 from headrace.engine.life.build import build_kernels, open_engine
+from headrace.engine.speculation import DraftModel
 from headrace.server.cli import main
 
 QWEN3 = {
@@ -186,6 +187,40 @@ def test_kernels_are_built_without_reading_weights(gpu: Gpu, tmp_path: Path) -> 
     head = 8 + int.from_bytes(data[:8], "little")
     weights.write_bytes(data[:head] + b"\x7f" * (len(data) - head))  # NaN, which no engine opens with
     assert build_kernels(config(tmp_path)).formats == ("fp8-g128", "dense")
+
+
+def test_kernels_of_a_draft_model_are_built_in_the_formats_of_its_files(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, target = tmp_path / "small", tmp_path / "target"
+    for folder in (small, target):
+        folder.mkdir()
+    write_checkpoint(small, CASES["fp8 blocks"])
+    described = json.loads((small / "config.json").read_text())
+    del described["quantization_config"]
+    (target / "config.json").write_text(json.dumps(described))
+    codes = importlib.import_module("headrace.ops.cuda.codes.kinds")
+    asked = asked_of_nvcc(monkeypatch)
+    wanted = {"stored": codes.Kind(codes.E4M3, 128), "asked for": codes.Kind(codes.INT8)}
+    build_kernels(config(target, speculation=DraftModel(small, k=1)))
+    assert asked and all(macros == {**wanted["stored"].macros, "updates": False} for _, macros in asked)
+    asked.clear()
+    build_kernels(config(target, speculation=DraftModel(target, k=1, quantize="int8")))
+    assert asked and all(macros == {**wanted["asked for"].macros, "updates": False} for _, macros in asked)
+    (small / "model.safetensors").unlink()
+    with pytest.raises(ModelRejected, match=r"^speculation\.path: .* build from the whole folder") as caught:
+        build_kernels(config(target, speculation=DraftModel(small, k=1)))
+    assert caught.value.field == "speculation.path"
+
+
+def test_the_command_builds_for_engines_that_speculate(gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_of_nvcc(monkeypatch)
+    speculate = f"draft:{folder},k=1,quantize=int8"
+    command = ["headrace", "kernels", "build", str(folder), "--speculate", speculate, "--max-rows", "2"]
+    monkeypatch.setattr(sys, "argv", [*command, "--cache", str(folder / "kept")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code and asked
 
 
 def test_a_folder_that_cannot_keep_kernels_is_refused_before_they_are_compiled(
