@@ -138,7 +138,8 @@ class EngineStats:
     memory_retries: int
     """Steps that ran out of memory and whose requests were tried again in smaller steps."""
     speculation_depth: int
-    """Most drafts that a request has in one step, as the latest step chose; 0 without speculation."""
+    """Most drafts that a request has in one step, as the latest step with decodes chose; 0 before there was one, and
+    without speculation."""
     draft_runs: int
     """Runs of drafts that steps verified: one for each request and step that had any."""
     drafted_tokens: int

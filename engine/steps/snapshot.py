@@ -31,7 +31,7 @@ def snapshot(scheduler: Scheduler, meter: Meter, now: float) -> EngineStats:
         preemptions=scheduler.roster.preemptions,
         swaps=scheduler.swaps.count,
         memory_retries=scheduler.failures.retries,
-        speculation_depth=0 if speculation is None else speculation.rule.depth,
+        speculation_depth=0 if speculation is None else speculation.latest,
         draft_runs=0 if speculation is None else speculation.runs,
         drafted_tokens=0 if speculation is None else speculation.drafted,
         accepted_tokens=0 if speculation is None else speculation.accepted,

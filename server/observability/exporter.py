@@ -153,7 +153,11 @@ def _of_drafts(stats: EngineStats) -> Iterator[Metric]:
     for position, count in enumerate(stats.accepted_by_position or (0,)):
         by_position.add_metric([str(position)], count)
     yield by_position
-    yield _gauge("spec_decode_depth", "Most drafts of a choice in the latest step.", stats.speculation_depth)
+    yield _gauge(
+        "spec_decode_depth",
+        "Most drafts of a choice in the latest step with decodes; 0 before one.",
+        stats.speculation_depth,
+    )
 
 
 def _of_server(service: Service) -> Iterator[Metric]:

@@ -208,6 +208,23 @@ def test_a_draft_model_comes_back_after_sleep_and_is_told_of(
     anyio.run(run)
 
 
+def test_the_depth_that_is_told_is_that_of_a_step(
+    model: Path, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_deep(monkeypatch)
+
+    async def run() -> None:
+        small = DraftModel(small_folder(tmp_path / "small"), k=3)
+        async with Engine(model, speculation=small, **options()) as engine:
+            assert engine.stats().speculation_depth == 0
+            await engine.generate(PROMPTS[1], SamplingParams(max_tokens=8, ignore_eos=True))
+            assert engine.stats().speculation_depth == 3
+            await engine.generate(PROMPTS[1], SamplingParams(max_tokens=8, ignore_eos=True, speculate=False))
+            assert engine.stats().speculation_depth == 0
+
+    anyio.run(run)
+
+
 @pytest.mark.parametrize("is_target", [True, False], ids=["target", "draft model"])
 def test_models_with_latent_vectors_are_refused(is_target: bool, gpu: Gpu, tmp_path: Path) -> None:
     zoo = Zoo(tmp_path, "cuda")

@@ -38,10 +38,18 @@ class Speculation:
         self.accepted = 0
         self.accepted_at = [0] * most
         """Number of accepted drafts by their position behind a row's own token."""
+        self.latest = 0
+        """Depth of the latest step with decodes; 0 before there was one."""
         self._choose = choose or self.rule.choose
 
     def depth(self, running: Sequence[Request], most_tokens: int) -> int:
         """Return the depth of a step with the decodes of `running`, which leaves half of `most_tokens` to prompts."""
+        if running:
+            self.latest = self._depth(running, most_tokens)
+            return self.latest
+        return 0
+
+    def _depth(self, running: Sequence[Request], most_tokens: int) -> int:
         contexts = [request.planned for request in running if request.asked.speculates]
         if not contexts:
             return 0

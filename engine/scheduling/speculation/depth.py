@@ -89,7 +89,7 @@ class DepthRule:
         """Number of steps since one without drafts."""
         self._is_trial = False
         self.depth = most
-        """Depth of the latest step."""
+        """Depth of the latest step, or of the first before there was one."""
 
     def choose(self, rows: int, context: int) -> int:
         """Return the depth of the next step.
