@@ -227,15 +227,18 @@ __device__ void sum_up(float (&sums)[S::kSums], Slots<S>& ring, const Arguments&
 
 // --- what becomes of a piece
 
+// What is rounded where is written out here and below: a row's results must not depend on the rows of its tile, for which
+// the compiler may fuse other operations.
 __device__ float activated(float gate, float up, int activation) {
   float inner = gate;
   if (activation == kGeluTanh) {
-    inner = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+    const float cube = __fmul_rn(__fmul_rn(gate, gate), gate);
+    inner = __fmul_rn(1.5957691216057308f, __fmaf_rn(0.044715f, cube, gate));
   } else if (activation == kClampedSwiglu) {
-    gate = fminf(gate, 7.f), inner = gate * 1.702f;
-    up = fminf(fmaxf(up, -7.f), 7.f) + 1.f;
+    gate = fminf(gate, 7.f), inner = __fmul_rn(gate, 1.702f);
+    up = __fadd_rn(fminf(fmaxf(up, -7.f), 7.f), 1.f);
   }
-  return __fdividef(gate * up, 1.f + __expf(-inner));
+  return __fdividef(__fmul_rn(gate, up), __fadd_rn(1.f, __expf(-inner)));
 }
 
 __device__ void team_meets(int thread) { asm volatile("bar.sync %0, %1;" ::"r"(thread / kTeam + 1), "n"(kTeam) : "memory"); }
@@ -290,15 +293,15 @@ __device__ void multiply(const Arguments& with, Slots<S> ring, Targets<S>& targe
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = eight * 8 + 2 * c + i;
-        const float first = sums[0][eight * 4 + i] + bias[0], second = sums[0][eight * 4 + 2 + i] + bias[1];
+        const float first = __fadd_rn(sums[0][eight * 4 + i], bias[0]), second = __fadd_rn(sums[0][eight * 4 + 2 + i], bias[1]);
         if (row >= piece.rows) continue;
         if constexpr (S::kGated) {
           if (feature < with.size_out) put(with, piece.first + row, feature, activated(first, second, with.activation));
         } else {
           const float factor = targets.shares[team][row];
           const int target = targets.pairs[team][row];
-          if (feature < with.size_out) put(with, target, feature, first * factor);
-          if (feature + 8 < with.size_out) put(with, target, feature + 8, second * factor);
+          if (feature < with.size_out) put(with, target, feature, __fmul_rn(first, factor));
+          if (feature + 8 < with.size_out) put(with, target, feature + 8, __fmul_rn(second, factor));
         }
       }
     }

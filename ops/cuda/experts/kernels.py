@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Final
 
+from headrace.ops.cuda.codes.kinds import E4M3
 from headrace.ops.cuda.products.kernels import lacks_bfloat16, up_to
 from headrace.ops.cuda.tuning.table import ANY
 
@@ -52,7 +53,7 @@ class VectorExperts:
 
 
 class RowExperts:
-    """Experts in codes on Hopper (coded/rows.py), whose codes become bfloat16 once for up to 64 rows of an expert."""
+    """Experts in codes on Hopper (coded/rows.py), whose codes become bfloat16 once for up to 64 rows."""
 
     name = "rows"
 
@@ -68,9 +69,9 @@ class RowExperts:
         return lacks_bfloat16(shape.dtype) or arch.lacks("wgmma")
 
     def rows(self, arch: Arch, shape: ExpertShape) -> range:
-        """Return the tokens whose experts have few rows each, so that reading weights is most of the work."""
-        each = arch.tuning.expert_rows
-        return range(each.start, each.stop * shape.routing.experts // shape.routing.top_k)
+        """Return the tokens for which no other kernel is faster; more are multiplied as 8-bit floats by such."""
+        in_floats = [kind is not None and kind.codes == E4M3 for kind in (shape.gate_up, shape.down)]
+        return arch.tuning.expert_float_rows if all(in_floats) else arch.tuning.expert_rows
 
     def open(self, room: ProductRoom) -> ExpertRun:
         """Return the kernel of csrc/ with Triton's around it."""

@@ -37,7 +37,8 @@ H200: Final = Tuning(
     tile_rows=range(2048, ANY.stop),  # with fewer rows, cuBLAS divides the work better
     expert_vector_rows=range(1, 5),  # not measured
     expert_tile_rows=((4, 16), (24, 32), (96, 64), (1 << 31, 128)),  # not measured
-    expert_rows=range(5, 97),
+    expert_rows=range(5, ANY.stop),
+    expert_float_rows=range(5, 65),
     expert_row_tiles=((8, 16), (20, 32), (1 << 31, 64)),
     decode={
         "fused": (_FEW,),

@@ -86,7 +86,9 @@ class Tuning:
     """Rows of a tile of an expert's tokens, behind the most tokens that an expert has on average for them, in ascending
     order; the last is for all beyond."""
     expert_rows: range
-    """Tokens whose experts csrc/ computes, if they are in codes: the last is how many an expert has on average."""
+    """Tokens whose experts csrc/ computes, if they are in codes."""
+    expert_float_rows: range
+    """The same for 8-bit floats, by which tokens beyond these are multiplied as 8-bit floats."""
     expert_row_tiles: tuple[tuple[int, int], ...]
     """Rows of a tile of these, 16, 32 or 64, in the form of `expert_tile_rows`."""
     decode: Mapping[str, tuple[Span, ...]]
