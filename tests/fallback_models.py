@@ -57,6 +57,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nanochat": ("NanoChat", {}),
     "nemotron": ("Nemotron", {"attention_bias": True, "head_dim": 16, "partial_rotary_factor": 0.5}),
     "olmo": ("Olmo", {"clip_qkv": 2.0}),
+    "opt, norms behind, embeddings of another width": (
+        "OPT",
+        {
+            "num_key_value_heads": ...,
+            "intermediate_size": ...,
+            "ffn_dim": 112,
+            "word_embed_proj_dim": 32,
+            "do_layer_norm_before": False,
+        },
+    ),
     "phimoe": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "persimmon": ("Persimmon", {"num_key_value_heads": ...}),
     "vaultgemma, window in the middle layer": (

@@ -37,6 +37,11 @@ class _Hidden(ModelOutput):
 class _Given(nn.Module):
     """Stands where the model would compute hidden states, and returns those that it is given as embeddings."""
 
+    @property
+    def decoder(self) -> _Given:
+        """Return this module: OPT's head asks a part of its model for hidden states, past the model itself."""
+        return self
+
     def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _Hidden:
         """Return `inputs_embeds` as the last hidden states."""
         return _Hidden(last_hidden_state=inputs_embeds)

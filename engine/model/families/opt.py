@@ -1,7 +1,7 @@
 """OPT: GPT-2 with positions that begin at row 2 of their table, and ReLU.
 
 Zhang et al. (2022), "OPT: Open pre-trained transformer language models". The model with norms behind mixer and feed,
-and with embeddings of another width than the stream (350M), is refused.
+and with embeddings of another width than the stream (350M), is refused, and left to transformers' module.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headrace.engine.model.spec import DecoderSpec, LayerSpec, Norms
 __all__ = ["OPT"]
 
 _OFFSET: Final = 2
+_FALLBACK: Final = 'model_impl="transformers" runs others'
 _EPSILON: Final = 1e-5
 _NAMES = replace(
     HF_NAMES,
@@ -44,9 +45,9 @@ def _from_config(config: HfConfig) -> DecoderSpec:
         ("layer_norm_elementwise_affine", True),
     ):
         if config.flag(field, only) is not only:
-            config.refuse(field, "true" if only else "false")
+            config.refuse(field, f"{'true' if only else 'false'}; {_FALLBACK}")
     if config.data.get("word_embed_proj_dim") not in (None, config.hidden_size):
-        config.refuse("word_embed_proj_dim", f"the hidden size, {config.hidden_size}")
+        config.refuse("word_embed_proj_dim", f"the hidden size, {config.hidden_size}; {_FALLBACK}")
     biased = config.flag("enable_bias", True)
     attention = replace(multi_head(config), qkv_bias=biased, o_bias=biased)
     layer = LayerSpec(attention, plain_feed(config, "relu", bias=biased), Norms(_EPSILON, "layer", bias=True))
