@@ -81,7 +81,8 @@ def quantize(
     """Write a quantised copy of a model.
 
     headrace and transformers read it, and it is in the layout of vLLM. Norms, embeddings and, unless asked for, the
-    output head stay as they are. An interrupted run goes on where it stopped when the command is repeated.
+    output head stay as they are. An interrupted run goes on where it stopped when the command is repeated, and a copy
+    that is complete is left as it is.
     """
     from headrace.engine.life.model_files import find_model
     from headrace.engine.model.quantising.run import quantise_folder

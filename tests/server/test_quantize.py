@@ -56,13 +56,25 @@ def test_it_tells_sizes_and_what_stays_as_it_was(
     assert sorted(kinds.split(", ")) == dense_kinds
 
 
+def test_a_repeated_command_says_that_its_copy_is_complete(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, model, tmp_path / "out", "--format", "int8") == 0
+    sizes = capsys.readouterr().out.splitlines()[-2:]
+    assert run(monkeypatch, model, tmp_path / "out", "--format", "int8") == 0
+    complete = f"{tmp_path / 'out'} is complete: an earlier run has made it from this model with these options"
+    assert capsys.readouterr().out.splitlines() == [complete, *sizes]
+    assert run(monkeypatch, model, tmp_path / "out", "--format", "fp8") == 1
+    assert "is there already, made with format 'int8' and not 'fp8'" in capsys.readouterr().err
+
+
 def test_data_changes_the_weights(
     model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, model, tmp_path / "a", "--format", "int8", "--data", texts, "--sequence-tokens", "60") == 0
     assert run(monkeypatch, model, tmp_path / "b", "--format", "int8") == 0
     names = {name for name, data in contents(tmp_path / "a").items() if contents(tmp_path / "b")[name] != data}
-    assert names == {"model.safetensors"}
+    assert names == {"model.safetensors", "headrace_quantize.json"}
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.engine.errors import InvalidParams
+from headrace.engine.model.quantising.arguments import difference, refusal
 
-__all__ = ["Partial"]
+__all__ = ["Partial", "drop_leftover"]
 
 _JOURNAL = "journal.jsonl"
 _FOLDER = "folder"
+_SUFFIX = ".partial"
 
 
 class Partial:
@@ -39,25 +40,24 @@ class Partial:
             OSError: The folder cannot be made.
         """
         self._out = out
-        self._path = out.with_name(out.name + ".partial")
+        self._path = out.with_name(out.name + _SUFFIX)
         self.folder = self._path / _FOLDER
         """The folder in which the files of the copy are written."""
         if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
             _refuse(out, f"{out} is there already and not an empty folder; name another, or delete it")
         self._path.mkdir(parents=True, exist_ok=True)
-        line = json.dumps(arguments, sort_keys=True)
         if _JOURNAL not in os.listdir(self._path) and any(self._path.iterdir()):
             _refuse(out, f"{self._path} is in the way and was not begun by this command; move it")
         self._file = os.open(self._path / _JOURNAL, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            self.done = self._read(line)
+            self.done = self._read(arguments)
             """Names of the tensors and modules that an earlier run has written."""
             self.folder.mkdir(exist_ok=True)
         except BaseException:
             self.close()
             raise
 
-    def _read(self, arguments: str) -> set[str]:
+    def _read(self, arguments: Mapping[str, object]) -> set[str]:
         """Return the names in the journal, whose first line becomes `arguments` if it has none."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,11 +68,10 @@ class Partial:
         os.ftruncate(self._file, len(whole))  # a line that was cut off
         os.lseek(self._file, 0, os.SEEK_END)
         if not whole:
-            self._append(arguments)
+            self._append(json.dumps(arguments, sort_keys=True))
             return set()
         first, *rest = whole.decode(errors="replace").splitlines()
-        if first != arguments:
-            told = _difference(first, arguments)
+        if told := difference(_parsed(first), arguments):
             _refuse(self._out, f"{self._path} was begun {told}; give the same arguments to go on, or delete it")
         return {json.loads(line) for line in rest}
 
@@ -116,14 +115,30 @@ class Partial:
             os.rename(self.folder, self._out)
         except OSError as error:
             if self._out.exists():
-                raise _refusal(
-                    self._out, f"{self._out} has been filled meanwhile; the copy is {self.folder}"
-                ) from error
+                raise refusal(self._out, f"{self._out} has been filled meanwhile; the copy is {self.folder}") from error
             raise
         _synced(self._out.parent)
         self.close()
         with suppress(OSError):
             shutil.rmtree(self._path)
+
+
+def drop_leftover(out: Path) -> None:
+    """Remove what a run that was killed between its last two steps has left beside `out`, which is whole."""
+    path = out.with_name(out.name + _SUFFIX)
+    if (path / _FOLDER).exists():
+        return
+    with suppress(OSError):
+        (path / _JOURNAL).unlink(missing_ok=True)
+        path.rmdir()
+
+
+def _parsed(line: str) -> object:
+    """Return what a line of JSON holds, None if it holds none."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def _synced(path: Path) -> None:
@@ -135,25 +150,5 @@ def _synced(path: Path) -> None:
         os.close(file)
 
 
-def _difference(first: str, second: str) -> str:
-    """Return how the arguments of an earlier run differ, in words."""
-    try:
-        before, now = json.loads(first), json.loads(second)
-        names = [name for name in now if before.get(name) != now[name]]
-        told = [f"{name} {before.get(name)!r} and not {now[name]!r}" for name in names if _is_short(before.get(name))]
-    except (ValueError, AttributeError):
-        return "by another program"
-    others = [name for name in names if not _is_short(before.get(name))]
-    return "with " + ", ".join([*told, *(f"another {name}" for name in others)] or ["more arguments"])
-
-
-def _is_short(value: object) -> bool:
-    return isinstance(value, (str, int, type(None))) and len(str(value)) < 20
-
-
 def _refuse(out: Path, told: str) -> NoReturn:
-    raise _refusal(out, told)
-
-
-def _refusal(out: Path, told: str) -> InvalidParams:
-    return InvalidParams(f"out: {told}", field="out", value=str(out), limit="a new or empty folder")
+    raise refusal(out, told)

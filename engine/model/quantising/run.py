@@ -29,7 +29,8 @@ from headrace.engine.model.families.registry import from_hf
 from headrace.engine.model.quantising.calibrated import Calibration
 from headrace.engine.model.quantising.compressed import TensorSpec, encoded, quantization_config, tensor_specs
 from headrace.engine.model.quantising.files import copy_others, digests, read_plain_config, write_config
-from headrace.engine.model.quantising.partial import Partial
+from headrace.engine.model.quantising.finished import Record
+from headrace.engine.model.quantising.partial import Partial, drop_leftover
 from headrace.engine.model.quantising.read_back import WrittenModules
 from headrace.engine.model.quantising.selected import Module, Selection, select
 from headrace.engine.model.quantising.shards import Shards, index, lay_out, nbytes
@@ -87,11 +88,12 @@ def quantise_folder(
     device: torch.device | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
-    """Write the model folder `model` as a compressed-tensors folder `out`.
+    """Write the model folder `model` as a compressed-tensors folder `out`; if it is that already, leave it.
 
     Args:
         model: A folder with safetensors of a decoder in bfloat16, float16 or float32.
-        out: The folder to be, which is new or empty. It appears when it is whole.
+        out: The folder to be, which is new, empty, or what an earlier run of the same arguments has made. It appears
+            when it is whole.
         method: The way to quantise.
         watcher: Told how far the copy is.
         head: Whether to quantise the output head as well.
@@ -119,6 +121,9 @@ def quantise_folder(
             tensors = _tensors(files, selection)
             arguments = _arguments(model, selection, head, ids_ST, shard_bytes, device)
             copy = _Copy(files, inventory, spec, selection, watcher, device or torch.device("cpu"))
+            report = Report(out, copy.total, sum(map(nbytes, tensors.values())), len(selection.modules), copy.dense())
+            if _is_made(out, arguments, watcher):
+                return report
             with Partial(out, arguments) as written:
                 shards = lay_out(tensors, shard_bytes)
                 _check_room(written, sum(shard.size for shard in shards))
@@ -126,14 +131,31 @@ def quantise_folder(
                     write_config(written.folder, config, quantization_config(selection))
                     _write_index(written.folder, index(shards, tensors))
                     copy.write(written, opened, ids_ST)
-                copy_others(model, written.folder)
-                written.finish()
-            return Report(out, copy.total, sum(map(nbytes, tensors.values())), len(selection.modules), copy.dense())
+                _finish(written, model, arguments)
+            return report
     except OSError as error:
-        what = f"{error.strerror or error}, at {error.filename or out}"
-        raise HeadraceError(
-            f"{out} was not written ({what}); set that right and repeat the command to go on"
-        ) from error
+        raise _not_written(out, error) from error
+
+
+def _is_made(out: Path, arguments: Mapping[str, object], watcher: Watcher) -> bool:
+    """Return whether an earlier run has made the whole copy, and remove what a run that was killed then has left."""
+    if not Record(arguments).is_of(out):
+        return False
+    drop_leftover(out)
+    watcher.note(f"{out} is complete: an earlier run has made it from this model with these options")
+    return True
+
+
+def _finish(written: Partial, model: Path, arguments: Mapping[str, object]) -> None:
+    """Add the files beside the weights to a copy that has all tensors, then its record, and give it its name."""
+    copy_others(model, written.folder)
+    Record(arguments).write(written.folder)
+    written.finish()
+
+
+def _not_written(out: Path, error: OSError) -> HeadraceError:
+    what = f"{error.strerror or error}, at {error.filename or out}"
+    return HeadraceError(f"{out} was not written ({what}); set that right and repeat the command to go on")
 
 
 def _check_apart(model: Path, out: Path) -> None:

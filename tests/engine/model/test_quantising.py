@@ -368,6 +368,49 @@ def test_two_runs_at_once_are_refused(model: Path, tmp_path: Path) -> None:
     copied(model, tmp_path / "out", "int8", Twice())
 
 
+@pytest.mark.parametrize("leftover", [None, "journal", "empty"])
+def test_a_complete_copy_is_left_as_it_is(model: Path, leftover: str | None, tmp_path: Path) -> None:
+    """Also beside what a run has left that was killed just behind the renaming of its folder."""
+    with pytest.raises(KeyboardInterrupt):
+        copied(model, tmp_path / "out", "int8", Told(3))
+    journal = (tmp_path / "out.partial" / "journal.jsonl").read_bytes()
+    first = copied(model, tmp_path / "out", "int8")
+    assert first.after == sum(tensor.nbytes for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in (tmp_path / "out").rglob("*")}
+    if leftover:
+        (tmp_path / "out.partial").mkdir()
+    if leftover == "journal":
+        (tmp_path / "out.partial" / "journal.jsonl").write_bytes(journal)
+    told = Told()
+    assert copied(model, tmp_path / "out", "int8", told) == first
+    assert not told.done and "out is complete" in told.lines[-1]
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in (tmp_path / "out").rglob("*")} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_complete_copy_of_other_arguments_is_refused(model: Path, tmp_path: Path) -> None:
+    copied(model, tmp_path / "out", "int8")
+    before = contents(tmp_path)
+    with pytest.raises(InvalidParams, match=r"out: .*out is there already, made with format 'int8' and not 'int4'"):
+        copied(model, tmp_path / "out", "int4")
+    with pytest.raises(InvalidParams, match="made with another model; name another folder, or delete it"):
+        copied(dense_folder(tmp_path.with_name(tmp_path.name + "other")), tmp_path / "out", "int8")
+    assert contents(tmp_path) == before
+    (tmp_path / "out" / "mine").write_text("x")
+    copied(model, tmp_path / "out", "int8")
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(InvalidParams, match=r"model\.safetensors is missing or has changed since; delete the folder"):
+        copied(model, tmp_path / "out", "int8")
+    weights.unlink()
+    with pytest.raises(InvalidParams, match=r"model\.safetensors is missing"):
+        copied(model, tmp_path / "out", "int8")
+    for record in ("", "[]", '{"files": 3}', "\xff"):
+        (tmp_path / "out" / "headrace_quantize.json").write_bytes(record.encode("latin-1"))
+        with pytest.raises(InvalidParams, match="not an empty folder"):
+            copied(model, tmp_path / "out", "int8")
+
+
 # --- bad input
 
 
