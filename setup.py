@@ -6,6 +6,7 @@ Everything else about the package is in pyproject.toml. An editable installation
 from __future__ import annotations
 
 import importlib.util
+import logging
 import subprocess
 from pathlib import Path
 
@@ -31,7 +32,8 @@ class BuildWithKernels(build_py):
             spec.loader.exec_module(library)
             library.build(Path(self.build_lib) / _FOLDER / "built")
         except (OSError, subprocess.SubprocessError) as error:
-            self.announce(f"the CPU kernels will be compiled on first use: {error}", level=3)
+            told = f"the CPU kernels are not compiled: {error}; headrace compiles them when it first needs them"
+            self.announce(told, level=logging.WARNING)
 
 
 class WheelOfPlatform(bdist_wheel):

@@ -29,6 +29,8 @@ from headrace.ops.quantised import Fp8, IntGroups
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler, or a processor without AVX2")
 
+LIBRARY = native.library()
+WHOLE = "" if LIBRARY is None else LIBRARY._name  # before a test takes the library away
 ROWS = (1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 256)
 OUTS, INS = 83, 512
 BYTES_KEPT = {Kind.Q2_K: 1.25, Kind.Q3_K: 210 / 256, Kind.IQ4_NL: 34 / 32, Kind.IQ4_XS: 36 / 32}
@@ -249,9 +251,22 @@ def test_without_a_compiler_that_works_torch_multiplies(
     with caplog.at_level(logging.WARNING, "headrace"):
         assert native.library() is None and native.library() is None
     (record,) = caplog.records
-    assert "multiplied by torch's operations: no CPU kernels" in record.message and reason in record.message
+    assert "multiplied by torch's operations" in record.message and reason in record.message
+    assert "compiled at the next start if there is gcc or clang" in record.message
     assert NativeKernel().refuses(stored(Kind.Q4_0), torch.bfloat16) == "there are no compiled kernels"
     assert not [path for path in fresh_library.glob("*") if compiler != "true"]
+
+
+def test_a_library_that_does_not_load_is_compiled_again(fresh_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one is that another machine has left in a folder that both share; the compiler here copies a whole library."""
+    monkeypatch.setenv("CC", "true")
+    assert native.library() is None
+    (broken,) = fresh_library.iterdir()
+    assert broken.read_bytes() == b""
+    native.library.cache_clear()
+    script = f"while [ $1 != -o ]; do shift; done; cp {WHOLE} $2"
+    monkeypatch.setenv("CC", f"sh -c '{script}' sh")
+    assert native.library() is not None and list(fresh_library.iterdir()) == [broken]
 
 
 # --- threads

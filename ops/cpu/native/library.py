@@ -1,8 +1,8 @@
 """Builds and loads the CPU kernels written in C; never packs a weight or runs a step.
 
 The library is compiled when headrace is installed, if there is a compiler, or else when it is first needed, into the
-user's cache folder. It is found by the contents of its sources, so a stale one is never loaded. Without a compiler,
-`library()` is None and torch's operations do the work.
+user's cache folder. It is found by the contents of its sources, so a stale one is never loaded, and one that the system
+cannot load is compiled again. Without a compiler, `library()` is None and torch's operations do the work.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ _BUILT = Path(__file__).parent / "built"
 _FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-fPIC", "-shared", "-w")
 _COMPILERS = ("cc", "gcc", "clang")
 _BUILD_SECONDS = 300
+_NO_KERNELS = (
+    "weights are multiplied by torch's operations, several times slower: no CPU kernels (%s); they are compiled at the "
+    "next start if there is gcc or clang, or a C compiler in CC, and if ~/.cache, or XDG_CACHE_HOME, can be written"
+)
 
 _log = logging.getLogger("headrace")
 
@@ -126,9 +130,9 @@ _SIGNATURES = {
 def library() -> ctypes.CDLL | None:
     """Return the kernels, compiled now if need be; None, with one line in the log that says why, if there are none."""
     try:
-        found = _load_built() or _load(build(_cache_folder()))
+        found = _load_built() or _load_cached()
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
-        _log.warning("weights are multiplied by torch's operations: no CPU kernels (%s)", _said(error))
+        _log.warning(_NO_KERNELS, _said(error))
         return None
     if found.headrace_best_level() == 0:
         _log.warning("weights are multiplied by torch's operations: this processor has no AVX2")
@@ -181,6 +185,18 @@ def _load_built() -> ctypes.CDLL | None:
         return _load(_BUILT / _name())
     except OSError:
         return None
+
+
+def _load_cached() -> ctypes.CDLL:
+    """Return the library of the cache folder, compiled now if it is not there or if this system cannot load it."""
+    folder = _cache_folder()
+    path = folder / _name()
+    if path.exists():
+        try:
+            return _load(path)
+        except OSError:  # damaged, or linked with a newer C library, as in a home folder that several machines share
+            path.unlink()
+    return _load(build(folder))
 
 
 def _cache_folder() -> Path:
