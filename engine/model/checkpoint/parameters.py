@@ -12,14 +12,16 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NoReturn, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.errors import InvalidParams
 from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.plan import top_plan
 from headrace.engine.model.checkpoint.readers import Found
-from headrace.engine.model.roles import Fused, Part
+from headrace.engine.model.roles import Fused, Part, Rotated
 from headrace.engine.model.rope import head_places
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Dense, Format, Stacked, Stored, joins
@@ -204,7 +206,7 @@ class FileMaker:
         found, plain = self.inventory.of(part), Dense(self.dtype)
         if not self.keep_packed or isinstance(found.format, Dense):
             return plain
-        return found.format if self.row_order(part) is None or _can_move(found, part) else plain
+        return found.format if not self._is_reordered(part) or _can_move(found, part) else plain
 
     def _fill(self, target: Stored, part: Part) -> None:
         """Write one tensor of the checkpoint over `target`, its part of a parameter."""
@@ -236,17 +238,22 @@ class FileMaker:
     def row_order(self, part: Part) -> Tensor | None:
         """Return the place of each of the file's rows, int64 on the device, or None where they are in order."""
         rotated = part.rotated
-        if rotated is None:
+        if rotated is None or not self._is_reordered(part):
             return None
-        interleaved = rotated.interleaved or self.names.interleaved
-        places = head_places(rotated.head_dim, rotated.rotary_dim, interleaved=interleaved)
-        if places is None and part.groups is None:
-            return None
+        places = self._places(rotated)
         order = torch.arange(part.rows, device=self.device)
         if places is not None:
             heads = order[: rotated.rows].view(-1, rotated.head_dim)
             heads.copy_(heads[:, torch.from_numpy(places).to(self.device)])
         return order if part.groups is None else order[_ungrouped(part.rows, part.groups, rotated.head_dim).to(order)]
+
+    def _places(self, rotated: Rotated) -> NDArray[np.int64] | None:
+        interleaved = rotated.interleaved or self.names.interleaved
+        return head_places(rotated.head_dim, rotated.rotary_dim, interleaved=interleaved)
+
+    def _is_reordered(self, part: Part) -> bool:
+        """Return whether rows change places, without a tensor: torch imports sympy for the first on a meta device."""
+        return part.rotated is not None and (part.groups is not None or self._places(part.rotated) is not None)
 
     def _note_extremes(self, name: str, rows: Tensor) -> None:
         """Refuse a block that holds NaN or infinity: at once on a CPU, later and for all blocks together on a GPU."""
