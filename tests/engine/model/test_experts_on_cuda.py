@@ -22,6 +22,7 @@ from headrace.engine.model.cuda.listed import list_kernels
 from headrace.engine.model.experts import ExpertsFeed, down_of, gate_up_of
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
+from headrace.ops.cuda.codes.kinds import E2M1, E4M3, INT4, Kind
 from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.cuda.experts.arena import arena_of
 from headrace.ops.cuda.experts.kernels import EXPERTS
@@ -97,7 +98,7 @@ def test_an_engine_computes_experts_in_steps_of_any_size(quantize: Any, tmp_path
     with emulated() as gpu:
         first, second = anyio.run(run)
     assert first == second, "a sleep changed the experts"
-    assert {"experts: vector", "experts: tiles"} <= gpu.launches.keys()
+    assert {"experts: vector", "experts: rows" if quantize else "experts: tiles"} <= gpu.launches.keys()
 
 
 @pytest.mark.parametrize(
@@ -125,8 +126,19 @@ def test_every_number_of_tokens_has_a_kernel() -> None:
     for arch in ("sm_80", "sm_120"):
         table = resolve_experts(EXPERTS, Arch.named(arch), shape).kernels
         assert [table[rows].name for rows in (1, 4, 5, 1 << 20)] == ["vector", "vector", "tiles", "tiles"]
-    refused = resolve_experts(EXPERTS, Arch.named("sm_90"), shape._replace(dtype=torch.float16)).refused
-    assert refused == dict.fromkeys(("vector", "tiles"), "takes bfloat16, not float16")
+    hopper, mxfp4 = Arch.named("sm_90"), Kind(E2M1, 32, scales="e8m0")
+    refused = dict(resolve_experts(EXPERTS, hopper, shape._replace(dtype=torch.float16)).refused)
+    assert refused == {
+        **dict.fromkeys(("vector", "tiles"), "takes bfloat16, not float16"),
+        "rows": "takes weights in codes",
+    }
+    for kind, last in ((mxfp4, "rows"), (Kind(INT4, 64), "rows"), (Kind(E4M3), "tiles"), (Kind(INT4, 16), "tiles")):
+        coded = shape._replace(size=64, gate_up=kind, down=kind)
+        table = resolve_experts(EXPERTS, hopper, coded).kernels
+        few = "tiles" if kind.group == 16 else "rows"
+        assert [table[rows].name for rows in (4, 5, 64, 1 << 20)] == ["vector", few, few, last], kind.name
+        assert resolve_experts(EXPERTS, hopper, coded._replace(size=96)).refused["rows"].startswith("takes")
+        assert "rows" in resolve_experts(EXPERTS, Arch.named("sm_80"), coded).refused
 
 
 def test_a_floor_counts_the_experts_that_are_likely_read() -> None:
