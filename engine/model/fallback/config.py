@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from headrace.adapters.untrusted import refuse
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.families.own_code import has_other_code
+from headrace.engine.model.spec import LIMITS
 
 __all__ = ["FOUND_IN", "ModelClass", "knows", "model_class"]
 
@@ -84,6 +85,7 @@ def model_class(described: Mapping[str, object]) -> ModelClass:
         refuse(_ORIGIN, "auto_map", described["auto_map"], "models that need no code of their own")
     config = _read(described)
     _check(config)
+    _check_layers(config)
     named = described.get("architectures")
     for mapping, has_head in ((MODEL_FOR_CAUSAL_LM_MAPPING, True), (MODEL_MAPPING, False)):
         kind = mapping.get(type(config), None)
@@ -122,6 +124,13 @@ def _check(config: PreTrainedConfig) -> None:
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         if rope.get("rope_type") in _CHANGING_ROPES:
             refuse(_ORIGIN, "rope_type", rope["rope_type"], "rotations that do not depend on a request's length")
+
+
+def _check_layers(config: PreTrainedConfig) -> None:
+    """Refuse an impossible number of layers before a module is made, which takes memory for each of them."""
+    layers, most = getattr(config, "num_hidden_layers", None), LIMITS["num_layers"]
+    if not isinstance(layers, int) or not 1 <= layers <= most:
+        refuse(_ORIGIN, "num_hidden_layers", layers, f"an integer from 1 to {most}")
 
 
 def _ropes(parameters: object) -> Iterator[Mapping[str, Any]]:

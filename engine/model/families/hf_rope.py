@@ -22,7 +22,7 @@ def rope_fields(config: Fields) -> tuple[str, Mapping[str, object]]:
     """Return the name of the field that holds the rope's object, and the object, which is empty where there is none.
 
     Raises:
-        ModelRejected: The field holds something else.
+        ModelRejected: The field holds something else, or both of its names are used and contradict each other.
     """
     name = "rope_parameters" if config.data.get("rope_parameters") is not None else "rope_scaling"
     given = config.data.get(name)
@@ -30,7 +30,18 @@ def rope_fields(config: Fields) -> tuple[str, Mapping[str, object]]:
         given = {}
     if not isinstance(given, Mapping):
         config.refuse(name, "an object with rope_type")
+    older = config.data.get("rope_scaling")
+    if older and not _agrees(older, given):
+        config.refuse("rope_scaling", "what rope_parameters says, or one of the two fields alone")
     return name, given
+
+
+def _agrees(older: object, given: Mapping[str, object]) -> bool:
+    """Return whether a `rope_scaling` repeats a part of what `rope_parameters` says, by either name of its kind."""
+    if not isinstance(older, Mapping):
+        return False
+    both = {**given, "type": given.get("type", given.get("rope_type"))}
+    return all(name in both and both[name] == value for name, value in older.items())
 
 
 def read_rope(

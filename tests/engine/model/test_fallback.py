@@ -55,6 +55,8 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "code beside the checkpoint": (
         lambda: described(auto_map={"AutoModelForCausalLM": "modeling.Planted"}), "auto_map", "no code of their own",
     ),
+    "layers without end": (lambda: described(num_hidden_layers=10**6), "num_hidden_layers", "from 1 to 1024"),
+    "no layers": (lambda: described(num_hidden_layers=0), "num_hidden_layers", "from 1 to 1024"),
     "quantised weights": (
         lambda: described(quantization_config={"quant_method": "fp8"}), "quantization_config", "not quantised",
     ),

@@ -662,3 +662,16 @@ def test_unknown_gguf_architectures_are_refused() -> None:
 def test_reading_a_spec_needs_no_torch() -> None:
     code = "import sys, headrace.engine.model.families.registry\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "older", ["yarn", {"type": "linear", "factor": 2.0}, {"rope_type": "linear", "beta_fast": 2.0}]
+)
+def test_a_rope_that_is_given_twice_must_be_one(older: object) -> None:
+    """Whoever adds `rope_scaling` to a file that has `rope_parameters` must not get the old rope in silence."""
+    given = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+    plain = from_hf(llama(rope_parameters=given))
+    assert from_hf(llama(rope_parameters=given, rope_scaling={"type": "linear", "factor": 4.0})) == plain
+    with pytest.raises(ModelRejected) as caught:
+        from_hf(llama(rope_parameters=given, rope_scaling=older))
+    assert caught.value.field == "rope_scaling"
