@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,18 +22,18 @@ from headrace.ops.cuda.block import CudaOps
 from headrace.ops.cuda.codes.kinds import Kind
 from headrace.ops.cuda.codes.layout import CodeLayout
 from headrace.ops.cuda.experts.packed import ExpertProducts
-from headrace.ops.cuda.experts.registry import ExpertKernel
 from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.kernels import KERNELS, Kernels
 from headrace.ops.cuda.latents.ops import CudaLatentOps
 from headrace.ops.cuda.latents.shape import LatentShape
 from headrace.ops.cuda.products.linear import LinearScratch
 from headrace.ops.cuda.products.packed import CudaProduct, Products
-from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom
+from headrace.ops.cuda.products.registry import ProductRoom
 from headrace.ops.paged import KvScales
 
 __all__ = ["CudaDecoder", "cuda_ops", "kinds_of", "positions_of"]
 
+_Kernel = TypeVar("_Kernel")
 CudaDecoder: TypeAlias = Network[CudaProduct, CudaStep, CudaKv]
 
 
@@ -132,9 +131,13 @@ def _products(
     """Return the kernels of products, and those of experts, on one stream."""
     room = ProductRoom(LinearScratch(device, arch), spec.uniform_epsilon, arch.has("dependent_launch"), Chain())
     able = [*(kernel for kind in codes for kernel in kernels.coded(kind)), *kernels.products]
-    products = Products(arch, room, _built(able, arch, dtype, head_dim))
-    has_experts = routing_of(spec) is not None
-    return products, ExpertProducts(arch, room, _built_experts(kernels.experts, arch, codes) if has_experts else ())
+    able = [each for each in able if each.lacks(arch, dtype, head_dim) is None]
+    products = _built(
+        able, lambda each: each.builds(updates=False), "products are left to Triton and cuBLAS, which are slower"
+    )
+    experts = () if routing_of(spec) is None else kernels.experts
+    experts = _built(experts, lambda each: each.builds(arch, codes), "experts are left to Triton, which is slower")
+    return Products(arch, room, products), ExpertProducts(arch, room, experts)
 
 
 def positions_of(step: CudaStep) -> Tensor:
@@ -156,20 +159,17 @@ def kinds_of(weights: DecoderWeights) -> list[Kind]:
     return sorted(kinds, key=lambda kind: kind.name)
 
 
-def _built_experts(kernels: Sequence[ExpertKernel], arch: Arch, codes: Sequence[Kind]) -> tuple[ExpertKernel, ...]:
-    """Compile the kernels of experts that are compiled ahead; return all, or without these if one cannot be had."""
-    builds = {each.name: each.builds(arch, codes) for each in kernels}
-    if compiles(itertools.chain(*builds.values()), "experts are left to Triton, which is slower"):
-        return tuple(kernels)
-    return tuple(each for each in kernels if not builds[each.name])
-
-
 def _built(
-    kernels: Sequence[ProductKernel], arch: Arch, dtype: torch.dtype, head_dim: int
-) -> tuple[ProductKernel, ...]:
-    """Compile the kernels that are compiled ahead; return all that can run, or without these if one cannot be had."""
-    able = [each for each in kernels if each.lacks(arch, dtype, head_dim) is None]
-    builds = [build for each in able for build in each.builds(updates=False)]
-    if compiles(builds, "products are left to Triton and cuBLAS, which are slower"):
-        return tuple(able)
-    return tuple(each for each in able if not each.builds(updates=False))
+    kernels: Sequence[_Kernel], builds: Callable[[_Kernel], Sequence[Callable[[], object]]], without: str
+) -> tuple[_Kernel, ...]:
+    """Compile the kernels that are compiled ahead; return all, or without these if one cannot be had.
+
+    Args:
+        kernels: Those that can run.
+        builds: Returns the functions that compile a kernel ahead; none for others.
+        without: As `compiles` takes it.
+    """
+    asked = [(each, builds(each)) for each in kernels]
+    if compiles([build for _, some in asked for build in some], without):
+        return tuple(kernels)
+    return tuple(each for each, some in asked if not some)

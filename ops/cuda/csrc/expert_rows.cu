@@ -241,8 +241,6 @@ __device__ float activated(float gate, float up, int activation) {
   return __fdividef(__fmul_rn(gate, up), __fadd_rn(1.f, __expf(-inner)));
 }
 
-__device__ void team_meets(int thread) { asm volatile("bar.sync %0, %1;" ::"r"(thread / kTeam + 1), "n"(kTeam) : "memory"); }
-
 __device__ void put(const Arguments& with, int64_t row, int feature, float result) {
   const int64_t at = row * with.out_stride + feature;
   if (with.in_float) {

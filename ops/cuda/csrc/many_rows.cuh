@@ -124,8 +124,6 @@ struct Walk {
 
 // --- tiles that clusters share
 
-__device__ void team_meets(int thread) { asm volatile("bar.sync %0, %1;" ::"r"(thread / kTeam + 1), "n"(kTeam) : "memory"); }
-
 // Where a warpgroup of a cluster's block hands in sums, and where it hears of those of others.
 template <class S>
 __device__ float4* plane_of(const Arguments& with, int cluster, int thread) {

@@ -155,6 +155,11 @@ inline __device__ void sums_ready(float (&sums)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
+// The warpgroup of a thread waits for all of its threads; threads are counted from the first of these warpgroups.
+inline __device__ void team_meets(int thread) {
+  asm volatile("bar.sync %0, %1;" ::"r"(thread / kTeam + 1), "n"(kTeam) : "memory");
+}
+
 #define FOUR(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define SIXTEEN(i) FOUR(i), FOUR(i + 4), FOUR(i + 8), FOUR(i + 12)
 

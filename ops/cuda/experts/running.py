@@ -5,7 +5,9 @@ Imports the compiler; kernels.py declares what runs here.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
 
@@ -29,14 +31,17 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.experts.registry import ExpertWeights, Padding
     from headrace.ops.cuda.products.registry import ProductRoom
 
-__all__ = ["EXACT_ROWS", "RoutedRun", "TileExpertsRun", "VectorExpertsRun"]
+__all__ = ["ListedRun", "Multiply", "TileExpertsRun", "VectorExpertsRun"]
 
-EXACT_ROWS: Final = 64
+Multiply: TypeAlias = Callable[["Tensor", "ExpertWeights", "Choices", "Lists", "Tensor", "Tensor"], None]
+"""Enqueues the products: of inputs, weights, choices and lists, to activations at places and results at pairs."""
+
+_EXACT_ROWS: Final = 64
 """Most tokens whose results stay in float32 until they are added: with more, their memory traffic takes too long. It is
 also the most tokens that 8-bit floats are not multiplied by as 8-bit floats."""
 
 
-class RoutedRun:
+class _Run:
     """What all kernels begin with."""
 
     def __init__(self, room: ProductRoom) -> None:
@@ -50,7 +55,7 @@ class RoutedRun:
         return logits_SNX
 
 
-class VectorExpertsRun(RoutedRun):
+class VectorExpertsRun(_Run):
     """Experts of few tokens, each of which reads its own."""
 
     def run(
@@ -70,13 +75,17 @@ class VectorExpertsRun(RoutedRun):
         add(act_PF, down, weights.down_bias_XE, chosen, out_NE, pdl=pdl)
 
 
-class TileExpertsRun(RoutedRun):
-    """Experts of any number of tokens, which are brought together in tiles."""
+class ListedRun(_Run, ABC):
+    """Experts of any number of tokens, which lists bring together in tiles."""
 
     def __init__(self, room: ProductRoom) -> None:
         """Allocate what launches leave for each other."""
         super().__init__(room)
         self._finished = torch.zeros(2, dtype=torch.int32, device=room.scratch.counters.device)
+
+    @abstractmethod
+    def _way(self, weights: ExpertWeights, pairs: int) -> tuple[Multiply, int]:
+        """Return what enqueues the products of `pairs` pairs, and the rows of a tile."""
 
     def run(
         self, x_NE: Tensor, routed_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None
@@ -86,12 +95,7 @@ class TileExpertsRun(RoutedRun):
         logits_SNX = self._logits(routed_NE, weights)
         chosen = allocate_choices(len(x_NE), routing, device)
         pairs = chosen.ids_NK.numel()
-        arch, both = self._room.scratch.arch, (weights.gate_up, weights.down)
-        multiply, rows = self._multiply, tile_rows(pairs, routing.experts, arch.tuning.expert_tile_rows)
-        if all(takes_bytes(each.kind, each.shape, arch) for each in both):
-            multiply = self._multiply_bytes
-        elif any(each.kind is not None for each in both):
-            rows = min(rows, MOST_ROWS)
+        multiply, rows = self._way(weights, pairs)
         lists = allocate_lists(len(x_NE), routing, rows, self._finished)
         self._room.chain.note(self._rest)
         choose(
@@ -99,10 +103,21 @@ class TileExpertsRun(RoutedRun):
             pdl=pdl,
         )  # fmt: skip
         act_PF = torch.empty(pairs, weights.down.shape[1], dtype=x_NE.dtype, device=device)
-        dtype = torch.float32 if len(x_NE) <= EXACT_ROWS else x_NE.dtype
+        dtype = torch.float32 if len(x_NE) <= _EXACT_ROWS else x_NE.dtype
         results_PE = torch.empty(pairs, out_NE.shape[1], dtype=dtype, device=device)
         multiply(x_NE, weights, chosen, lists, act_PF, results_PE)
         combine(results_PE, chosen, out_NE, pdl=pdl)
+
+
+class TileExpertsRun(ListedRun):
+    """Tiles of Triton's."""
+
+    def _way(self, weights: ExpertWeights, pairs: int) -> tuple[Multiply, int]:
+        arch, both = self._room.scratch.arch, (weights.gate_up, weights.down)
+        rows = tile_rows(pairs, weights.routing.experts, arch.tuning.expert_tile_rows)
+        if all(takes_bytes(each.kind, each.shape, arch) for each in both):
+            return self._multiply_bytes, rows
+        return self._multiply, rows if all(each.kind is None for each in both) else min(rows, MOST_ROWS)
 
     def _multiply(
         self, x_NE: Tensor, weights: ExpertWeights, chosen: Choices, lists: Lists, act_PF: Tensor, results_PE: Tensor
@@ -125,7 +140,7 @@ class TileExpertsRun(RoutedRun):
     ) -> None:
         """Multiply by codes of 8 bits, in their order."""
         pdl, arch = self._pdl, self._room.scratch.arch
-        few = len(x_NE) <= EXACT_ROWS
+        few = len(x_NE) <= _EXACT_ROWS
         coded = [
             not few and each.kind is not None and each.kind.codes == E4M3 for each in (weights.gate_up, weights.down)
         ]
