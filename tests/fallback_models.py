@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-__all__ = ["FAMILIES", "WINDOW", "made", "saved", "write_tokenizer"]
+__all__ = ["FAMILIES", "WINDOW", "config_of", "described", "made", "saved", "write_tokenizer"]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -92,6 +92,13 @@ def config_of(name: str, **more: Any) -> Any:
     kind = getattr(transformers, f"{architecture}Config")
     names = getattr(kind, "attribute_map", {})
     return kind(**{names.get(field, field): value for field, value in fields.items()}, attn_implementation="eager")
+
+
+def described(name: str = "olmo", **changes: Any) -> dict[str, Any]:
+    """The config.json of a family, changed; `...` leaves a field out."""
+    config = config_of(name)
+    fields = {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]}
+    return {field: value for field, value in (fields | changes).items() if value is not ...}
 
 
 def made(name: str, **more: Any) -> Any:

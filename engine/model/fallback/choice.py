@@ -50,7 +50,7 @@ def fallback_for(
     except ModelRejected as error:
         if config.model_impl == "transformers":
             raise
-        _refuse_native(described, f"nor can the module of transformers run it here: {error}")
+        _refuse_native(described, f"nor can the module of transformers run it here: {error}", error)
         raise
     for field in _NATIVE_ONLY:
         value, limit = getattr(config, field), EngineConfig.model_fields[field].default
@@ -79,12 +79,13 @@ def check_native(config: EngineConfig, kind: str) -> None:
         )
 
 
-def _refuse_native(described: Mapping[str, object], told: str) -> None:
-    """Refuse a model that has no native code, with what there is to say beside that."""
+def _refuse_native(described: Mapping[str, object], told: str, named: ModelRejected | None = None) -> None:
+    """Refuse a model that has no native code, with what else there is to say; `named` has the field if given."""
     try:
         from_hf(described)
     except ModelRejected as native:
-        raise ModelRejected(f"{native}; {told}", field=native.field, value=native.value, limit=native.limit) from native
+        by = named or native
+        raise ModelRejected(f"{native}; {told}", field=by.field, value=by.value, limit=by.limit) from by
 
 
 def _name(described: Mapping[str, object]) -> object:

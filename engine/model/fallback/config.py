@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.errors import ModelRejected
+from headrace.engine.model.fallback.values import check_values, refuse_field, told
 from headrace.engine.model.families.own_code import has_other_code
 from headrace.engine.model.spec import LIMITS
 
@@ -102,11 +103,14 @@ def _names(kind: str) -> list[object]:
 
 def _read(described: Mapping[str, object]) -> PreTrainedConfig:
     kind = CONFIG_MAPPING[str(described["model_type"])]
+    _check_types(described.get("layer_types"))
+    check_values(described, kind, _ORIGIN)
     plain = {name: value for name, value in described.items() if not name.startswith(_NOT_SHAPES)}
     try:
         config: PreTrainedConfig = kind.from_dict(copy.deepcopy(plain))
     except Exception as error:  # a stranger's values in another library's constructor
-        raise ModelRejected(f"{_ORIGIN}: transformers cannot read it: {error}", field=_ORIGIN) from error
+        refuse_field(error, described, _ORIGIN)
+        raise ModelRejected(f"{_ORIGIN}: transformers cannot read it: {told(error)}", field=_ORIGIN) from error
     return config
 
 
@@ -118,12 +122,17 @@ def _check(config: PreTrainedConfig) -> None:
     if config.get_text_config() is not config:
         refuse(_ORIGIN, "model_type", config.model_type, "models of text alone, where they have no native code")
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    for kind in types:
-        if kind not in _LAYERS:
-            refuse(_ORIGIN, "layer_types", kind, ", ".join(sorted(_LAYERS)))
+    _check_types(types)
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         if rope.get("rope_type") in _CHANGING_ROPES:
             refuse(_ORIGIN, "rope_type", rope["rope_type"], "rotations that do not depend on a request's length")
+
+
+def _check_types(types: object) -> None:
+    """Refuse a kind of layer that no attention is."""
+    for kind in types if isinstance(types, list | tuple) else ():
+        if kind not in _LAYERS:
+            refuse(_ORIGIN, "layer_types", kind, ", ".join(sorted(_LAYERS)))
 
 
 def _check_layers(config: PreTrainedConfig) -> None:

@@ -24,6 +24,7 @@ from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.parameters import Empty
 from headrace.engine.model.fallback.config import ModelClass
 from headrace.engine.model.fallback.interface import ATTENTION
+from headrace.engine.model.fallback.values import told
 
 __all__ = ["check_files", "check_finite", "evaluating", "load_module", "made", "moved", "random_module"]
 
@@ -68,12 +69,11 @@ def load_module(found: ModelClass, folder: Path, dtype: torch.dtype) -> PreTrain
     except MemoryError:
         raise
     except Exception as error:  # a stranger's files in another library's reader
-        shown = plain(f"{type(error).__name__}: {error}".split("\n")[0])
-        raise ModelRejected(f"weights: transformers cannot load them: {shown}", field="weights") from error
+        raise ModelRejected(f"weights: transformers cannot load them: {told(error)}", field="weights") from error
     model: PreTrainedModel = loaded[0]
-    told: Mapping[str, Iterable[object]] = loaded[1]
+    report: Mapping[str, Iterable[object]] = loaded[1]
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(map(str, told.get(problem, ())))
+        names = sorted(map(str, report.get(problem, ())))
         if names:
             shown = ", ".join(names[:5])
             raise ModelRejected(f"weights: {problem.replace('_', ' ')}: {plain(shown)}", field=names[0])

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from headrace.adapters.untrusted import plain
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.fallback.interface import ATTENTION
 from headrace.engine.model.fallback.loading import random_module
 from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.fallback.network import FallbackDecoder
+from headrace.engine.model.fallback.values import told
 from headrace.engine.model.network.foreign import ForeignOps
 from headrace.engine.model.network.operations import Kv, Packed, Step
 from headrace.engine.model.shared.memory import free_host_bytes
@@ -118,9 +118,8 @@ def small_model(model: FallbackModel) -> SmallModel:
             failure = error
     assert failure is not None
     name = model.spec.architecture
-    told = plain(f"{type(failure).__name__}: {failure}".split("\n")[0])
     raise ModelRejected(
-        f"architectures: no model of two layers of transformers' {name} could be run for a trial: {told}",
+        f"architectures: no model of two layers of transformers' {name} could be run for a trial: {told(failure)}",
         field="architectures",
         value=name,
     ) from failure

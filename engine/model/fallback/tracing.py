@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headrace.adapters.untrusted import plain, refuse
+from headrace.adapters.untrusted import refuse
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.fallback.config import ModelClass
 from headrace.engine.model.fallback.head import split_head
 from headrace.engine.model.fallback.interface import TRACED_ATTENTION, Call, Mask, attach
 from headrace.engine.model.fallback.loading import made
+from headrace.engine.model.fallback.values import told
 from headrace.engine.model.spec import Attention, SoftcappedAttention
 
 __all__ = ["Traced", "build_blank", "embedding_of", "trace"]
@@ -218,7 +219,6 @@ def _refuse(found: ModelClass, field: str, value: object, supported: str) -> NoR
 
 def _fail(found: ModelClass, what: str, error: Exception) -> NoReturn:
     name = found.kind.__name__
-    told = plain(f"{type(error).__name__}: {error}".split("\n")[0])
     raise ModelRejected(
-        f"architectures: transformers' {name} {what}: {told}", field="architectures", value=name
+        f"architectures: transformers' {name} {what}: {told(error)}", field="architectures", value=name
     ) from error

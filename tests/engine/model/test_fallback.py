@@ -12,7 +12,7 @@ import anyio
 import pytest
 import torch
 import transformers
-from fallback_models import config_of, made, saved
+from fallback_models import config_of, described, made, saved
 from model_driver import ModelUnderTest, capacity
 from torch import Tensor, nn
 from transformers.models.olmo import modeling_olmo
@@ -35,13 +35,6 @@ SHAPE = (
     "max_position_embeddings",
 )  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-
-
-def described(name: str = "olmo", **changes: Any) -> dict[str, Any]:
-    """The config.json of a family, changed; `...` leaves a field out."""
-    config = config_of(name)
-    fields = {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]}
-    return {field: value for field, value in (fields | changes).items() if value is not ...}
 
 
 def of_transformers(model_type: str, **changes: Any) -> dict[str, Any]:

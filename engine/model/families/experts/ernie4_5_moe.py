@@ -52,10 +52,10 @@ def _has_experts(config: HfConfig) -> list[bool]:
     """Return for each layer whether it has experts, by the first and last such layer and the step between them."""
     most = LIMITS["num_layers"]
     bounds = []
-    for field, default in (("moe_layer_start_index", 1), ("moe_layer_end_index", -1)):
+    for field, default, least in (("moe_layer_start_index", 1, 0), ("moe_layer_end_index", -1, -1)):
         value = config.data.get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < most:
-            config.refuse(field, f"a number of a layer, below {most}, or -1 for the last")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < most:
+            config.refuse(field, f"a number of a layer, below {most}" + (", or -1 for the last" if least else ""))
         bounds.append(config.num_layers - 1 if value == -1 else value)
     step = config.size("moe_layer_interval", most, 1)
     return [bounds[0] <= layer <= bounds[1] and (layer + 1) % step == 0 for layer in range(config.num_layers)]

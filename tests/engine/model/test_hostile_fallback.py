@@ -1,0 +1,110 @@
+"""Values of which transformers makes a module that says nonsense, or fails, are refused by their names in the file."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from fallback_models import described
+
+from headrace.engine import EngineConfig, ModelRejected
+from headrace.engine.model.fallback.choice import fallback_for
+from headrace.engine.model.fallback.model import FallbackModel
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of is not ours to fix
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "text for a number": ("olmo", {"hidden_size": "64"}, "hidden_size", "is '64'; supported: an integer from 1"),
+    "text for a flag": ("olmo", {"attention_bias": "no"}, "attention_bias", "is 'no'; supported: true or false"),
+    "a list for a rope": ("olmo", {"rope_parameters": []}, "rope_parameters", r"is \[\]; supported: an object"),
+    "sizes that contradict each other": (
+        "arcee",
+        {"hidden_size": 66},
+        "config.json",
+        r"size \(66\) is not a multiple .* heads \(4\)",
+    ),
+    "no heads": ("olmo", {"num_attention_heads": 0}, "num_attention_heads", "is 0; supported: an integer from 1"),
+    "no heads, by a name of its own": (
+        "gpt_bigcode",
+        {"n_head": -4},
+        "n_head",
+        "is -4; supported: an integer from 1 to 1024",
+    ),
+    "roots of negative numbers": ("arcee", {"rms_norm_eps": -1.0}, "rms_norm_eps", "from 0 to 1"),
+    "more chosen experts than there are": (
+        "flex_olmo",
+        {"num_experts_per_tok": 5},
+        "num_experts_per_tok",
+        "is 5; .* from 1 to 4",
+    ),
+    "no choice of experts": ("flex_olmo", {"num_experts_per_tok": 0}, "num_experts_per_tok", "from 1 to"),
+    "an unknown activation": ("olmo", {"hidden_act": "planted"}, "hidden_act", "is 'planted'; supported: an act"),
+    "an unknown dtype": ("olmo", {"dtype": "planted"}, "dtype", "is 'planted'; supported: a dtype of torch"),
+    "an unknown kind of layer": (
+        "arcee",
+        {"layer_types": ["planted"] * 3},
+        "layer_types",
+        "is 'planted'; supported: .*attention",
+    ),
+    "a negative window": (
+        "cwm, window in the middle layer",
+        {"sliding_window": -1},
+        "sliding_window",
+        "is -1; supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_impossible_value_is_refused_by_name(what: str) -> None:
+    name, changes, field, words = REFUSED[what]
+    with pytest.raises(ModelRejected, match=words) as caught:
+        FallbackModel.read(described(name, **changes), "random")
+    assert caught.value.field == field
+
+
+LINEAR, YARN, LLAMA3 = (
+    {"rope_type": "linear", "rope_theta": 1e4},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
+    {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 32},
+)  # fmt: skip
+ROPES: list[tuple[dict[str, Any], str, object]] = [
+    *((LINEAR, "factor", value) for value in (-2.0, 0.0, math.nan, math.inf, "2", True, None)),
+    *((LINEAR | {"factor": 2.0}, "rope_theta", value) for value in (-1e4, 0.0, math.nan, "10000")),
+    ({"rope_theta": 1e4}, "rope_type", "planted"),
+    (LINEAR | {"factor": 2.0}, "partial_rotary_factor", -0.5),
+    (LINEAR | {"factor": 2.0}, "partial_rotary_factor", 0),
+    (YARN, "factor", -4.0),
+    (YARN, "original_max_position_embeddings", -32),
+    (YARN, "beta_fast", "32"),
+    (YARN, "beta_slow", 40),
+    (YARN, "attention_factor", -1),
+    (LLAMA3, "factor", 0.5),
+    (LLAMA3, "high_freq_factor", 1.0),
+]
+
+
+@pytest.mark.parametrize(("rope", "field", "value"), ROPES)
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+def test_impossible_numbers_of_a_rope_are_refused_by_name(
+    rope: dict[str, Any], field: str, value: object, place: str
+) -> None:
+    changes: dict[str, Any] = {"rope_parameters": ..., place: rope | {field: value}}
+    with pytest.raises(ModelRejected, match=rf"{place}: {field} is {value!r}; supported: ") as caught:
+        FallbackModel.read(described("arcee", **changes), "random")
+    assert caught.value.field == field and repr(caught.value.value) == repr(value)
+
+
+@pytest.mark.parametrize("rope", [LINEAR | {"factor": 2.0}, YARN, YARN | {"beta_slow": 32.0}, LLAMA3])
+def test_ropes_that_modules_compute_are_taken(rope: dict[str, Any]) -> None:
+    assert FallbackModel.read(described("arcee", rope_parameters=rope), "random").spec.max_context == 128
+
+
+@pytest.mark.parametrize("asked", ["auto", "transformers"])
+def test_the_field_is_named_whoever_asks_for_the_module(asked: Any) -> None:
+    config = described("arcee", rope_parameters=LINEAR | {"factor": -2.0})
+    with pytest.raises(ModelRejected, match="rope_parameters: factor is -2.0; supported: a number from 1 to") as caught:
+        fallback_for(EngineConfig(model="m", model_impl=asked), config, "random")
+    assert (caught.value.field, caught.value.value) == ("factor", -2.0)
