@@ -24,7 +24,7 @@ from headrace.engine.tools.formats.hermes import Hermes
 from headrace.engine.tools.formats.lists import Granite, Hunyuan, Phi4Mini
 from headrace.engine.tools.formats.llama import LlamaJson
 from headrace.engine.tools.formats.mistral import Mistral, MistralArgs
-from headrace.engine.tools.formats.pythonic import Pythonic
+from headrace.engine.tools.formats.pythonic import Olmo3, Pythonic
 from headrace.engine.tools.parser import ReasoningMode, ToolParser
 from headrace.engine.tools.reasoning import THINK, ReasoningTags, find_tags
 
@@ -38,6 +38,7 @@ _formats: dict[str, type[ToolParser]] = {
     "mistral_args": MistralArgs,
     "llama3_json": LlamaJson,
     "pythonic": Pythonic,
+    "olmo3": Olmo3,
     "tool_code": ToolCode,
     "glm4": Glm4,
     "glm45": Glm45,

@@ -12,7 +12,7 @@ from typing import Any, Final
 from headrace.engine import InvalidParams, ResponseFormat
 from headrace.engine.grammar.json_schemas import JSON_STYLE, without_others
 from headrace.engine.tools import CallShape, CallStructure, ReasoningMode, ReasoningTags
-from headrace.server.protocol.tagged import can_be_tagged, tagged_call
+from headrace.server.protocol.arguments import can_be_written, written_call
 
 __all__ = ["answer_format", "checked"]
 
@@ -91,12 +91,12 @@ def _calls(structure: CallStructure) -> list[str]:
 
 
 def _can_be_forced(shape: CallShape) -> bool:
-    return shape.style == "json" or (shape.style == "tagged" and can_be_tagged(shape.schema))
+    return shape.style == "json" or can_be_written(shape)
 
 
 def _call(shape: CallShape, name: str) -> list[str]:
-    if shape.style == "tagged":
-        return tagged_call(shape, name, lambda schema: _json(without_others(schema)))
+    if shape.style != "json":
+        return written_call(shape, name, lambda schema: _json(without_others(schema)))
     arguments = _json(without_others({"type": "object", **shape.schema}))
     return [f"{name}: " + " ".join(part for part in (_literal(shape.before), arguments, _literal(shape.after)) if part)]
 

@@ -36,7 +36,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "wait-2": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 TOOLS = [Tool(name=name, parameters=schema) for name, schema in SCHEMAS.items()]
-FORMATS = [name for name in format_names() if name not in ("pythonic", "gemma4")]  # which cannot be forced
 
 
 class Bytes:
@@ -74,14 +73,23 @@ def walk(wanted: ResponseFormat | None, rng: random.Random, before: str) -> str:
         mask = matcher.compute_bitmask()
         allowed = [token for token in range(END + 1) if mask[token // 8] >> (token % 8) & 1]
         token = END if END in allowed and (rng.random() < 0.3 or len(written) > 400) else rng.choice(allowed)
+        if len(written) > 200:
+            token = next((each for each in closing(bytes(written)) if each in allowed), token)
         if token == END:
             return bytes(written).decode()
         written.append(token)
         assert matcher.consume_token(token)
 
 
+def closing(written: bytes) -> list[int]:
+    """What ends a text, a list or an object, the likeliest first, so that a walk comes to an end."""
+    mark = b'<|"|>'
+    begun = next(count for count in (4, 3, 2, 1, 0) if written.endswith(mark[:count]))
+    return [END, *mark[begun : begun + 1], *b'"}])']
+
+
 @pytest.mark.parametrize("reasoning", ["none", "tagged", "opened"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", format_names())
 @pytest.mark.parametrize("choice", [ToolChoice(mode="required"), ToolChoice(mode="named", name="find")])
 def test_whatever_is_written_is_a_call(name: str, choice: ToolChoice, reasoning: ReasoningMode) -> None:
     rng = random.Random(f"{name} {reasoning} {choice.mode}")
@@ -140,12 +148,112 @@ def test_content_behind_reasoning_or_beside_calls(wanted: ResponseFormat, good: 
     assert takes(beside, '<tool_call>\n{"name": "wait-2", "arguments": {}}\n</tool_call>')
 
 
-@pytest.mark.parametrize("name", ["pythonic", "gemma4"])
-def test_what_no_grammar_can_say(name: str) -> None:
-    structure = call_structure(parser_class(name), TOOLS, ToolChoice(mode="required"))
+DEEP: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "where": {
+            "type": "object",
+            "properties": {"City": {"type": "string", "minLength": 1, "maxLength": 4}, "at": {"$ref": "#/$defs/point"}},
+            "required": ["City"],
+        },
+        "days": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 31}, "minItems": 1},
+        "unit": {"enum": ["C", "F"]},
+        "limit": {"type": ["number", "null"], "minimum": 0},
+        "then": {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"const": "<"}, "maxItems": 2}]},
+        "tree": {"$ref": "#/$defs/tree"},
+        "free": {"type": "object"},
+        "sizes": {"type": "object", "additionalProperties": {"type": "integer"}},
+    },
+    "required": ["unit", "days"],
+    "$defs": {
+        "point": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
+        "tree": {"type": "object", "properties": {"next": {"$ref": "#/$defs/tree"}}, "additionalProperties": False},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["gemma4", "olmo3", "pythonic"])
+def test_arguments_of_any_depth_satisfy_their_schema(name: str) -> None:
+    tools = [Tool(name="go", parameters=DEEP)]
+    structure = checked(call_structure(parser_class(name), tools, ToolChoice(mode="required"), parallel=False))
+    wanted, rng, seen = answer_format(None, structure, "none"), random.Random(name), set()
+    for _ in range(60):
+        (call,) = parse(walk(wanted, rng, ""), name, offered=tools).tool_calls
+        arguments = json.loads(call.arguments)
+        jsonschema.validate(arguments, DEEP)
+        seen |= arguments.keys()
+    assert seen == DEEP["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        (
+            "gemma4",
+            '<|tool_call>call:go{days:[3,31],unit:<|"|>C<|"|>,where:{at:[1,2],City:<|"|>a"b<|"|>}}<tool_call|>',
+            '<|tool_call>call:go{days:[32],unit:<|"|>C<|"|>}<tool_call|>',
+        ),
+        ("gemma4", '<|tool_call>call:go{days:[3],unit:<|"|>C<|"|>}<tool_call|>', "<|tool_call>call:go{}<tool_call|>"),
+        (
+            "olmo3",
+            '<function_calls>go(days=[3], unit="C", limit=null)\ngo(days=[1, 2], unit="F")</function_calls>',
+            '<function_calls>go(days=[3], unit="C", limit=null), go(days=[1, 2], unit="F")</function_calls>',
+        ),
+        ("pythonic", '[go(days=[3], unit="C"), go(days=[4], unit="F")]', '[go(unit="C")]'),
+    ],
+)
+def test_calls_are_forced_as_templates_write_them(name: str, good: str, bad: str) -> None:
+    tools = [Tool(name="go", parameters=DEEP)]
+    wanted = answer_format(None, call_structure(parser_class(name), tools, ToolChoice(mode="required")), "none")
+    assert takes(wanted, good) and not takes(wanted, bad)
+
+
+def of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [
+        ("pythonic", of(**{"a b": {}})),
+        ("pythonic", {"anyOf": [of(a={})]}),
+        ("olmo3", of(**{"é": {}})),
+        ("glm45", of(a={"type": "string", "maxLength": "x"})),
+        ("gemma4", {"anyOf": [of(a={})]}),
+        ("gemma4", of(**{"a{": {}})),
+        ("gemma4", of(a={"type": "string", "contentEncoding": "base64"})),
+        ("gemma4", of(a={"oneOf": [{"type": "integer"}, {"type": "number"}]})),
+        ("gemma4", of(a={"type": "array", "uniqueItems": True})),
+        ("gemma4", of(a={"type": "array", "items": False})),
+        ("gemma4", of(a={"type": "object", "required": ["b"]})),
+        ("gemma4", of(a={"type": "object", "properties": 1})),
+        ("gemma4", of(a={"type": "planted"})),
+        ("gemma4", of(a={"enum": 'a"'})),
+        ("gemma4", of(a={"enum": ['<|"|>']})),
+        ("gemma4", of(a={"type": "string", "minLength": -1})),
+    ],
+)
+def test_what_no_grammar_can_say(name: str, schema: dict[str, Any]) -> None:
+    tools = [Tool(name="go", parameters=schema)]
+    structure = call_structure(parser_class(name), tools, ToolChoice(mode="required"))
     with pytest.raises(InvalidParams) as refused:
         checked(structure)
     assert refused.value.field == "tool_choice"
+
+
+def test_nested_lists_take_no_more_rules_than_they_nest() -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(40):
+        schema = {"type": "array", "items": schema}
+    structure = call_structure(
+        parser_class("gemma4"), [Tool(name="go", parameters=of(a=schema))], ToolChoice(mode="required")
+    )
+    wanted = answer_format(None, checked(structure), "none")
+    assert wanted is not None and len(wanted.source) < 10_000
+    assert takes(wanted, f"<|tool_call>call:go{{a:{'[' * 40}1{']' * 40}}}<tool_call|>")
+
+
+def test_a_grammar_of_the_client_goes_with_no_reasoning() -> None:
     with pytest.raises(InvalidParams):
         answer_format(ResponseFormat.lark('start: "a"'), None, "tagged")
 

@@ -51,6 +51,7 @@ PARTS = [
     "analysis", "commentary to=functions.f ", "<|message|>", "<|end|>", "<|call|>", " to=f", "final", "</answer>",
     "<response>", "</response>", "Here is my thought process:", "Here's my response:", "[THINK]", "[/THINK]", "</",
     "<|tool_call>", "<|tool_call>call:f{", "call:f", '<|"|>', "<tool_call|>", "<|channel>thought", "<channel|>", "<|",
+    "<function_calls>", "</function_calls>", "f(a=1)", "f(a=",
     "true", "1", "-1.5e3", "0", "<", "[TOOL", "é😀", "\x00", " " * 70, "plain words",
 ]  # fmt: skip
 texts = st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3))).map("".join)

@@ -240,6 +240,12 @@ TEMPLATES = {
     ),
     "Llama 3.2": ('Respond in the format {"name": function name, "parameters": dictionary of', "llama3_json", False),
     "Llama 4": ("put it in the format of [func_name1(params_name1=params_value1, params_name2=", "pythonic", False),
+    "OLMo 3": (
+        "{{- '<function_calls>' -}} {{- tool_call['function']['name'] + '(' + arguments + ')' -}}",
+        "olmo3",
+        False,
+    ),
+    "calls of another kind in the same tags": ('<function_calls>\\n<invoke name=\\"f\\">', None, False),
     "Mistral Nemo": ('{{- "[TOOL_CALLS][" }} {{- "[AVAILABLE_TOOLS][" }}', "mistral", False),
     "Mistral Small 3.2": ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral_args", False),
     "DeepSeek-R1": ("{{'<｜tool▁sep｜>' + name + '\\n```json\\n'}} <think>", "deepseek_v3", True),

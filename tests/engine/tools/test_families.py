@@ -193,6 +193,36 @@ EXAMPLES: dict[str, tuple[str, str, str, str, Calls]] = {
         "",
         [("f", {"a": 1}), ("g", {})],
     ),
+    "OLMo 3 as its template writes calls: JSON, and a line for each call": (
+        "olmo3",
+        'A moment.<function_calls>find-it(city="San \\"Fran\\" é", on=true, deep={"a": [1, null]})\nstop()'
+        "</function_calls>",
+        "",
+        "A moment.",
+        [("find-it", {"city": 'San "Fran" é', "on": True, "deep": {"a": [1, None]}}), ("stop", {})],
+    ),
+    "OLMo 3 writes Python, on several lines": (
+        "olmo3",
+        "<function_calls>\n  f(\n    x=1,\n    y=['it\\'s', None],\n  )\n\n  g(z=False)\n</function_calls>\nDone.",
+        "",
+        "Done.",
+        [("f", {"x": 1, "y": ["it's", None]}), ("g", {"z": False})],
+    ),
+    "OLMo 3: a list, and no closing tag": (
+        "olmo3",
+        "<function_calls>[f(a=1), g()]",
+        "",
+        "",
+        [("f", {"a": 1}), ("g", {})],
+    ),
+    "OLMo 3: a tag without calls is content": (
+        "olmo3",
+        "<function_calls></function_calls>",
+        "",
+        "<function_calls></function_calls>",
+        [],
+    ),
+    "OLMo 3 reasons": ("olmo3", "<think>Hm.</think><function_calls>f()</function_calls>", "Hm.", "", [("f", {})]),
     "Gemma 3: Python": (
         "tool_code",
         'Sure.\n```tool_code\nf(city="it\'s", days=3)\ng()\n```',
