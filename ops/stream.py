@@ -50,8 +50,8 @@ Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 """Activation of a gated feed: x * sigmoid(x), or GELU with tanh for the error function (Hendrycks and Gimpel, 2016)."""
 
 
-PlainActivation: TypeAlias = Literal["gelu", "gelu_tanh", "relu"]
-"""Activation of a feed without a gate: GELU by the error function or by tanh, or the larger of x and 0."""
+PlainActivation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "relu2"]
+"""Activation of a feed without a gate: GELU by the error function or by tanh, the larger of x and 0, or its square."""
 
 
 class LayerNorm(NamedTuple):

@@ -107,6 +107,7 @@ def activate(at: SimpleNamespace) -> None:
     demand(at.x.is_contiguous(), "rows that are not contiguous")
     shares = {
         "relu": (value > 0).float(),
+        "relu2": value.clamp(min=0),
         "gelu": (1 + torch.erf(value / math.sqrt(2))) / 2,
         "gelu_tanh": (1 + torch.tanh(math.sqrt(2 / math.pi) * (value + 0.044715 * value**3))) / 2,
     }

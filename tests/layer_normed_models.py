@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 __all__ = [
-    "LAYER_NORMED", "cohere", "cohere2", "falcon", "gpt2", "gpt_neox", "opt", "phi", "stablelm", "starcoder2",
+    "LAYER_NORMED", "cohere", "cohere2", "falcon", "gpt2", "gpt_neox", "jais2", "opt", "phi", "stablelm", "starcoder2",
 ]  # fmt: skip
 
 WINDOW = 13
@@ -70,6 +70,11 @@ def phi(**changes: Any) -> Any:
     return transformers.PhiForCausalLM(transformers.PhiConfig(**(SIZES | {"num_key_value_heads": 2} | changes)))
 
 
+def jais2(**changes: Any) -> Any:
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 24}
+    return transformers.Jais2ForCausalLM(transformers.Jais2Config(**(sizes | changes)))
+
+
 def stablelm(**changes: Any) -> Any:
     sizes = SIZES | {"num_key_value_heads": 2}
     return transformers.StableLmForCausalLM(transformers.StableLmConfig(**(sizes | changes)))
@@ -109,6 +114,8 @@ LAYER_NORMED: dict[str, Callable[[], Any]] = {
     ),
     "phi": lambda: phi(layer_norm_eps=1e-3),
     "phi, a key a query": lambda: phi(num_key_value_heads=4, rope_parameters={"partial_rotary_factor": 0.25}),
+    "jais 2": lambda: jais2(layer_norm_eps=1e-3),
+    "jais 2 without biases": lambda: jais2(attention_bias=False, mlp_bias=False, tie_word_embeddings=True),
     "stablelm": lambda: stablelm(layer_norm_eps=1e-3),
     "stablelm with norms of heads": lambda: stablelm(qk_layernorm=True, use_qkv_bias=True),
     "stablelm, parallel": lambda: stablelm(qk_layernorm=True, use_parallel_residual=True, tie_word_embeddings=True),

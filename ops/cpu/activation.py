@@ -23,6 +23,7 @@ def activate(gate_up_N2F: Tensor, activation: Activation) -> Tensor:
 
 def activate_plain(x_NF: Tensor, activation: PlainActivation) -> Tensor:
     """Return `activation(x)`, [N, F]."""
-    if activation == "relu":
-        return functional.relu(x_NF)
+    if activation in ("relu", "relu2"):
+        active_NF = functional.relu(x_NF)
+        return active_NF.square_() if activation == "relu2" else active_NF
     return functional.gelu(x_NF, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -95,6 +95,8 @@ def _activate_kernel(x, x_stride, size, KIND: tl.constexpr, BLOCK: tl.constexpr,
     value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     if KIND == "relu":
         value = tl.maximum(value, 0.0)
+    elif KIND == "relu2":
+        value = tl.maximum(value, 0.0) * value
     elif KIND == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
         value = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
     else:

@@ -268,6 +268,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi",
         {"intermediate_size": 1536, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
+    "jais 2": ("Jais2", {}),
     "stablelm": (
         "StableLm",
         {

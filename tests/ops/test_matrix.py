@@ -281,7 +281,7 @@ def layer_normed(chip: Chip, rows: int) -> None:
     x, shape = empty(rows, chip.model.hidden), chip.ops.shape
     for bias in (None, chip.norm):
         chip.ops.layer_norm(x, LayerNorm(chip.norm, bias))
-    for activation in ("gelu", "gelu_tanh", "relu"):
+    for activation in ("gelu", "gelu_tanh", "relu", "relu2"):
         chip.ops.activate_plain(x, activation)
     heads = shape.heads + shape.kv_heads
     chip.ops.layer_norm_heads(empty(rows, (heads + shape.kv_heads) * shape.head_dim), empty(heads * shape.head_dim))

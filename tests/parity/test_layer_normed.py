@@ -115,6 +115,7 @@ WRONG: list[tuple[str, str, Callable[[DecoderSpec], DecoderSpec]]] = [
     ("gpt-neox", "all of a head rotated", attention(rotary_dim=None)),
     ("gpt-neox", "halves in series", norms(placement="pre")),
     ("phi", "another part of a head rotated", attention(rotary_dim=4)),
+    ("jais 2", "ReLU without its square", activation("relu")),
     ("stablelm with norms of heads", "heads with each other's norms", heads_swapped),
     ("stablelm, parallel", "all of a head rotated", attention(rotary_dim=None)),
 ]
@@ -137,6 +138,7 @@ BIASED = {
     "starcoder2, window": ("layer_norm_bias_E", "qkv_bias", "o_bias", "up_bias", "down_bias", "final"),
     "gpt2": ("positions", "layer_norm_bias_E", "qkv_bias", "o_bias", "up_bias", "down_bias"),
     "falcon, new architecture": ("layer_norm_bias_E", "qkv_bias", "o_bias", "up_bias", "down_bias"),
+    "jais 2": ("layer_norm_bias_E", "qkv_bias", "o_bias", "up_bias", "down_bias", "final"),
     "phi": ("head", "layer_norm_bias_E"),
 }
 

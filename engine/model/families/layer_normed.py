@@ -20,6 +20,7 @@ _ACTIVATIONS: Final[Mapping[object, PlainActivation]] = MappingProxyType(
         "gelu_new": "gelu_tanh",
         "gelu_pytorch_tanh": "gelu_tanh",
         "relu": "relu",
+        "relu2": "relu2",
     }
 )
 """Activations by their names in transformers, some of which are names of one function."""

@@ -46,6 +46,7 @@ from headrace.engine.model.families.granite import GRANITE
 from headrace.engine.model.families.helium import HELIUM
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.families.hunyuan_v1_dense import HUNYUAN
+from headrace.engine.model.families.jais2 import JAIS2
 from headrace.engine.model.families.llama import LLAMA
 from headrace.engine.model.families.ministral import MINISTRAL
 from headrace.engine.model.families.ministral3 import MINISTRAL3
@@ -72,7 +73,7 @@ FAMILIES: Final = (
     OLMO2, OLMO3, EXAONE4, SEED_OSS, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
     ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS, PHI_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
     GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
-    STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM,
+    STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM, JAIS2,
 )  # fmt: skip
 
 QUANTISATION_FILE: Final = "hf_quant_config.json"

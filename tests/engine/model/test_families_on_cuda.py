@@ -44,6 +44,7 @@ LAYER_NORMED = [
     "command r+",
     "gpt neox",
     "phi",
+    "jais 2",
     "stablelm",
 ]
 OTHERS = ["hunyuan", "ministral3", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma2", "gemma3"]
