@@ -28,6 +28,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "Qwen2Moe": {"num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40},
     "Mixtral": {"num_local_experts": 8},
+    "GptOss": {"num_local_experts": 8, "head_dim": 16, "sliding_window": 13},
     "GraniteMoe": {"num_local_experts": 8},
 }
 

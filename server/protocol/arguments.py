@@ -96,7 +96,7 @@ def written_call(shape: CallShape, name: str, write_json: WriteJson) -> list[str
 
 def _inner(root: dict[str, Any], schema: object, write_json: WriteJson) -> str:
     """Return the JSON of a schema within another, whose definitions it may refer to."""
-    defined = {key: root[key] for key in ("$defs", "definitions") if key in root}
+    defined: dict[str, Any] = {key: root[key] for key in ("$defs", "definitions") if key in root}
     return write_json({**resolved(schema, root), **defined})
 
 
@@ -120,8 +120,11 @@ def _text(rule: str, schema: dict[str, Any], end: str) -> str:
 
 
 def _count(schema: dict[str, Any], keyword: str, default: int | str) -> int | str:
-    value = schema.get(keyword, default)
-    if value != default and (not isinstance(value, int) or value < 0):
+    """Return an integer of a schema, or `default`, as it may stand in a rule."""
+    if keyword not in schema:
+        return default
+    value = schema[keyword]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(keyword)
     return value
 
