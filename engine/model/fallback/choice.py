@@ -80,12 +80,18 @@ def check_native(config: EngineConfig, kind: str) -> None:
 
 
 def _refuse_native(described: Mapping[str, object], told: str, named: ModelRejected | None = None) -> None:
-    """Refuse a model that has no native code, with what else there is to say; `named` has the field if given."""
+    """Refuse a model without native code, with what else there is to say, by a field of `named` if it is given."""
     try:
         from_hf(described)
     except ModelRejected as native:
-        by = named or native
+        by = named if named is not None and _is_given(described, named.field) else native
         raise ModelRejected(f"{native}; {told}", field=by.field, value=by.value, limit=by.limit) from by
+
+
+def _is_given(described: Mapping[str, object], field: str | None) -> bool:
+    """Return whether a config.json has a field, or an object in it has."""
+    places = (described, *(value for value in described.values() if isinstance(value, Mapping)))
+    return any(field in place for place in places)
 
 
 def _name(described: Mapping[str, object]) -> object:
