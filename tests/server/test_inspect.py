@@ -93,8 +93,9 @@ def test_each_family(family: str, tmp_path: Path) -> None:
     assert {part.format for part in facts.stored} == {"bfloat16"}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     stored = ("correction_bias", "layer_scalar")
-    buffers = sum(2 * each.numel() for name, each in model.named_buffers() if name.endswith(stored))
-    assert facts.stored_bytes == sum(parameter.nbytes for parameter in model.parameters()) + buffers
+    buffers = [each for name, each in model.named_buffers() if name.endswith(stored)]
+    # Some versions of transformers keep a router's weights in float32, wherever the file has bfloat16.
+    assert facts.stored_bytes == sum(2 * each.numel() for each in [*model.parameters(), *buffers])
 
 
 @pytest.mark.parametrize("options", [{"max_context": 100}, {"quantize": "int8", "quantize_head": True}], ids=str)
