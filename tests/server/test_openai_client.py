@@ -269,7 +269,9 @@ def test_a_template_of_another_family_tells_how_its_answers_are_read(
 @pytest.mark.parametrize("asked", ["tool_choice", "response_format"])
 def test_calls_in_a_format_that_no_grammar_says_are_refused_by_name(asked: str) -> None:
     values: dict[str, Any] = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    alternatives = {"type": "object", "oneOf": [{"required": ["city"]}, {"required": ["place"]}]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": alternatives}}
     with serving(scripted(), ServerSettings(tool_call_parser="pythonic")) as server:
-        answer = server.post({"messages": CHAT, "tools": [WEATHER], asked: values[asked]}, "/v1/chat/completions")
+        answer = server.post({"messages": CHAT, "tools": [tool], asked: values[asked]}, "/v1/chat/completions")
     error = check_error(answer, 400, "invalid_value")
     assert error["param"] == asked and error["message"] == f"{asked}: calls of this format cannot be forced"
