@@ -53,7 +53,7 @@ __all__ = [
 NON_FINITE: Final = NoToken.NON_FINITE
 """Fault of a step whose first row has logits with NaN or infinity, for `ScriptedRunner(faults=...)`."""
 
-_ABILITIES: Final = frozenset[plans.Ability](("hooks", "shaping", "logprobs", "grammar", "grammar_drafts", "pooling"))
+_ABILITIES: Final = frozenset[plans.Ability](("hooks", "shaping", "logprobs", "grammar", "pooling"))
 _SIZES: Final = frozenset(("max_context", "max_rows", "max_batched_tokens", "page_size"))
 """Engine options that set the size of a step or a context."""
 

@@ -105,7 +105,8 @@ class _Matcher:
             return
         self.known = self._earlier[-count]
         del self._tokens[-count:], self._earlier[-count:]
-        if self.matcher.is_error() or not self.matcher.rollback(count):
+        # Behind the end of the text, llguidance would go back one token too far.
+        if self.matcher.is_error() or self.matcher.is_stopped() or not self.matcher.rollback(count):
             self.matcher = self.lexer.matcher.deep_copy()
             self.matcher.consume_tokens(self._tokens)
 

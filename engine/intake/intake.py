@@ -120,8 +120,7 @@ class Intake:
         if asking.params.beam_width is not None:
             requests = [first_beam(ids, asking, tokenizer, vocab_size, adapters)]
         else:
-            drafts = grammar is None or "grammar_drafts" in parts.opened.abilities
-            speculates = self._config.speculation is not None and drafts
+            speculates = self._config.speculation is not None
             requests = make_requests(
                 ids, asking, tokenizer, vocab_size, self.random, grammar, adapters, speculates=speculates
             )

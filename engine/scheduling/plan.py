@@ -33,7 +33,7 @@ __all__ = [
     "Work",
 ]
 
-Ability: TypeAlias = Literal["hooks", "shaping", "logprobs", "grammar", "grammar_drafts", "pooling"]
+Ability: TypeAlias = Literal["hooks", "shaping", "logprobs", "grammar", "pooling"]
 """Optional features of a runner; each corresponds to parts of `RowOptions`."""
 
 

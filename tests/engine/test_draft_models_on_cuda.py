@@ -173,8 +173,10 @@ def test_rows_that_wait_for_the_host_let_others_draft(
             if more:
                 assert len(found[0].choices[0].token_ids) >= 12, "too short to be in every step"
                 counts = engine.stats()
-                assert counts.accepted_tokens > 60 and counts.accepted_tokens > 0.6 * counts.drafted_tokens
-                assert counts.draft_runs < 4 * 30 // 2
+                assert counts.accepted_tokens > 60
+                if other == "hook":  # whose row has no drafts; a grammar's has some, and many that are wrong
+                    assert counts.accepted_tokens > 0.6 * counts.drafted_tokens
+                    assert counts.draft_runs < 4 * 30 // 2
         return told([found[index] for index in range(len(PROMPTS))])
 
     assert anyio.run(lambda: run(speculation=DraftModel(model, k=3))) == anyio.run(run)

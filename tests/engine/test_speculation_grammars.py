@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
+from formatted import JSON, ask_all
 from simulation.grammar import END, compiled
 from speculating import Answers, Guess, Oracle, always, guess_by, native, options, random_depths, told, wholes
 from tiny_models import chat_folder
@@ -23,54 +24,10 @@ from headrace.engine.speculation import Ngram
 
 pytestmark = native
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "the_kind_of_thing": {"enum": ["river", "mountain"]},
-        "the_number_of_them": {"type": "integer", "minimum": 0, "maximum": 999},
-        "names": {"type": "array", "items": {"enum": ["ab", "abc", "b"]}, "maxItems": 3},
-    },
-    "required": ["the_kind_of_thing", "the_number_of_them", "names"],
-    "additionalProperties": False,
-}
-JSON = ResponseFormat.json_schema(SCHEMA)
-REGEX = ResponseFormat.regex("(one|two|three)( (one|two|three)){2,8}, and the rest is (known|open)\\.")
-CHOICE = ResponseFormat.choice(["stone", "stony ground", "rain"])
-GRAMMAR = ResponseFormat.lark('start: item (", " item)*\nitem: "red" | "green" | /[0-9]{1,3}/')
-PROMPTS = ["one two three one two three one two", "a", '{"the_kind_of_thing": "river", "the_number_of_them": 12']
-ASKED: list[dict[str, Any]] = [
-    {"temperature": 0.0, "response_format": JSON},
-    {"temperature": 1.0, "seed": 1, "response_format": JSON},
-    {"temperature": 1.0, "seed": 2, "response_format": JSON, "logprobs": 2},
-    {"temperature": 1.3, "seed": 3, "response_format": JSON, "n": 2, "repetition_penalty": 1.2},
-    {"temperature": 0.0, "response_format": REGEX},
-    {"temperature": 1.0, "seed": 4, "response_format": REGEX, "top_k": 30},
-    {"temperature": 1.0, "seed": 5, "response_format": REGEX, "stop": ["two three"]},
-    {"temperature": 1.0, "seed": 6, "response_format": REGEX, "max_tokens": 21},
-    {"temperature": 0.0, "response_format": CHOICE},
-    {"temperature": 1.5, "seed": 7, "response_format": CHOICE, "n": 3},
-    {"temperature": 1.0, "seed": 8, "response_format": GRAMMAR},
-    {"temperature": 1.0, "seed": 9, "response_format": {"type": "json_object"}},
-    {"temperature": 1.0, "seed": 10},
-]  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_folder(tmp_path_factory.mktemp("speculation"))
-
-
-async def ask_all(engine: Engine) -> Answers:
-    found: Answers = {}
-
-    async def one(index: int) -> None:
-        params = SamplingParams(**({"max_tokens": 60} | ASKED[index]))
-        found[index] = await engine.generate(PROMPTS[index % len(PROMPTS)], params)
-
-    async with anyio.create_task_group() as group:
-        for index in range(len(ASKED)):
-            group.start_soon(one, index)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +137,18 @@ def test_masks_along_drafts_are_those_of_each_prefix() -> None:
         back = chance.randint(0, right)
         state.rollback(back)
         assert _set(state.allowed()) == _set(masks[right - back])
+
+
+def test_the_end_of_a_text_is_taken_back() -> None:
+    """Where it was a draft, and the text goes on or might end there."""
+    grammar = compiled(ResponseFormat.choice(["stone", "stones"]))
+    state = grammar.begin(list(b"ston"))
+    for _ in range(3):
+        assert len(list(masks_behind(state, state.allowed(), [ord("e"), END]))) == 2
+        state.rollback(1)
+        assert _set(state.allowed()) == [ord("s"), END]
+        state.rollback(1)
+        assert _set(state.allowed()) == [ord("e")]
 
 
 def _set(mask: bytes) -> list[int]:

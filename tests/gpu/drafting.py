@@ -72,7 +72,7 @@ class Told:
         left_B = (self._sizes_K[which_B] - end_B) * same_BK.any(1) * (rows_B != len(table.lengths_R) - 1)
         at_BK = end_B[:, None] + self._ahead[:depth]
         drafts_BK = self._known_KT[which_B[:, None], at_BK.clamp(max=width - 1)]
-        drafts_BK = torch.where(at_BK % WRONG == 3, drafts_BK ^ 1, drafts_BK)
+        drafts_BK = torch.where(at_BK % WRONG == 3, (drafts_BK - 1).abs(), drafts_BK)
         places_BK = at_BK.clamp(max=context - 1)
         kept_BK = table.pool_RC[rows[:, None], places_BK]
         table.pool_RC[rows[:, None], places_BK] = torch.where(left_B[:, None] > 0, drafts_BK, kept_BK)

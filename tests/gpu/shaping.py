@@ -65,6 +65,9 @@ class RandomGrammar:
     def advance(self, token: int) -> None:
         self.seed = hash((self.seed, token))
 
+    def rollback(self, count: int) -> None:
+        assert not count, "nothing drafts here"
+
     def forced(self) -> Sequence[int]:
         return ()
 
@@ -144,12 +147,14 @@ class SideBySide:
         variant = self._sampler.variant(np.array(batch))._replace(shaped=True)
         late: list[int] = []
         if variant.masked:
-            places = np.array([len(self._known[row]) for row in batch])
-            late = self._sampler.act_between(logits_BV, np.array(batch), places).tolist()
+            found, _ = self._sampler.act_between(logits_BV, np.array(batch))
+            late = found.tolist()
             padded[late] = self._count
         self._sampler.choose(*(each.to(self._device) for each in (logits_BV, padded, positions)), ids, variant)
         tokens = ids.tolist()
-        self._sampler.grammars.sampled(lambda: tokens, [Work(None, row, 0, 1, True) for row in batch])  # type: ignore[arg-type]
+        self._sampler.grammars.sampled(
+            lambda work: tokens[work : work + 1], [Work(None, row, 0, 1, True) for row in batch]
+        )  # type: ignore[arg-type]
         found_BV = self._sampler._shaped.arrays().out_BV.cpu().numpy()
         again = StepPlan(0, given=[GivenTokens(batch[place], len(self._known[batch[place]]), []) for place in late])
         self._rows.give(self._sampler.take(again))

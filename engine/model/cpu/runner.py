@@ -46,9 +46,7 @@ CpuDecoder: TypeAlias = Network[CpuLinear, CpuStep, CpuKv]
 class CpuRunner:
     """The runner of a decoder on the CPU."""
 
-    abilities: Final[frozenset[Ability]] = frozenset(
-        ("hooks", "shaping", "logprobs", "grammar", "grammar_drafts", "pooling")
-    )
+    abilities: Final[frozenset[Ability]] = frozenset(("hooks", "shaping", "logprobs", "grammar", "pooling"))
 
     def __init__(
         self,

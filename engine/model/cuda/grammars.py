@@ -1,9 +1,10 @@
 """`GrammarRows`: the rows on a GPU that a grammar constrains, and the masks that the host finds for their next tokens.
 
 Owns the state of each row's grammar, the threads that find masks and the pinned memory that masks are sent from; never
-looks at logits. A mask depends on the token before it, which the host has once the step of that token is done. By then
-the next step is running, and only its choice waits for the masks that `send` finds meanwhile, in the thread that
-enqueues such steps. `send` waits little longer than for the logits: rows whose masks are late are left out.
+looks at logits. A mask depends on the tokens before it, which the host has once their step is done. By then the next
+step is running, and only its choice waits for the masks that `send` finds meanwhile, in the thread that enqueues such
+steps: one for a row's next token, and one behind each of its drafts that the grammar allows. `send` waits little longer
+than for the logits: rows whose masks are late are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +27,15 @@ from headrace.engine.model.shared.late_rows import LateRows
 from headrace.engine.scheduling.plan import Capacity, GivenTokens, StepPlan, Work
 from headrace.engine.scheduling.shaping import Grammar, GrammarState
 
-__all__ = ["GrammarRows", "TokensOf"]
+__all__ = ["DraftsOf", "GrammarRows", "TokensOf"]
 
-TokensOf = Callable[[], Sequence[int] | None]
-"""Function that waits for a launched step and returns its ids, one for each work; None if the step failed."""
+TokensOf = Callable[[int], Sequence[int]]
+"""Function that waits for a launched step and returns the ids that the work with an index chose there.
+
+The last may be a code; there is none if the step failed."""
+
+DraftsOf = Callable[[], Mapping[int, Sequence[int]]]
+"""Function that waits for the drafts of the step that is being enqueued and returns them by row."""
 
 _THREADS: Final = 4  # each serves other grammars, so that a slow one does not occupy all
 _ROWS_OF_THREAD: Final = 16  # fewer are not spread over more threads
@@ -41,17 +47,25 @@ class _Row:
     grammar: Grammar
     completion: list[int]
     """Tokens from which the state starts."""
+    end: int
+    """Position behind the tokens that are known."""
     jumps: bool
     """Whether forced tokens are wanted."""
     search: Future[None] | None = None
     """Search for the row's latest mask; at first that of the row's former request, which may still write to it."""
     state: GrammarState | None = None
+    forced: list[Sequence[int]] = field(default_factory=list)
+    """Tokens that are forced where the latest search found a mask: at the next position, and behind drafts."""
+    drafts: Sequence[int] = ()
+    """Drafts along which the latest search goes."""
     last: tuple[TokensOf, int] | None = None
-    """Step that sampled the row's last token, and the index of the row's work in that step."""
+    """Step that sampled the row's last tokens, and the index of the row's work in that step."""
     given: list[int] = field(default_factory=list)
     """Tokens after the last sampled one that were given, not sampled."""
     is_begun: bool = False
     """Whether the first mask was asked for."""
+    was_late: bool = False
+    """Whether the latest search was late for its step, and no step has used it yet."""
     is_broken: bool = False
 
     def begin(self) -> GrammarState | None:
@@ -82,13 +96,14 @@ class GrammarRows:
         """Whether each row is constrained by a grammar, bool [rows]."""
         self.late = LateRows()
         self._rows: dict[int, _Row] = {}
-        self.forced: dict[int, Sequence[int]] = {}
-        """Tokens that are forced after a row's next one, by row, in the step that is being enqueued."""
+        self.forced: dict[int, Sequence[Sequence[int]]] = {}
+        """Tokens that are forced after a row's next one, and after those behind its drafts, by row, in the step that is
+        being enqueued."""
         self._patience = 0.0
         """Seconds that the step waits for masks once its logits are there."""
         self._leaving: dict[int, Future[None]] = {}
         """Searches of former requests that may still write to the mask of their row, by row."""
-        self._masks_RW: Tensor | None = None
+        self._masks_KRW: Tensor | None = None
         self._side = torch.cuda.Stream(device)
         self._copied, self._logits = torch.cuda.Event(), torch.cuda.Event()
         self._threads: ThreadPoolExecutor | None = None
@@ -104,7 +119,8 @@ class GrammarRows:
         for each in plan.options:
             if each.grammar is not None:
                 search = self._leaving.pop(each.row, None)
-                self._rows[each.row] = _Row(each.grammar, each.tokens[each.prompt_len :], each.jumps, search)
+                completion = each.tokens[each.prompt_len :]
+                self._rows[each.row] = _Row(each.grammar, completion, len(each.tokens), each.jumps, search)
                 self.asks[each.row] = True
         if self._rows:
             for row, _, tokens in given:
@@ -122,56 +138,70 @@ class GrammarRows:
                 if work.samples and row is not None and work.row not in self.late:
                     row.last = tokens_of, index
 
-    def send(self, rows: NDArray[np.int64], places: NDArray[np.int64], bits_RW: Tensor) -> list[int]:
+    def send(
+        self, rows: NDArray[np.int64], bits_KRW: Tensor, drafts: DraftsOf | None = None
+    ) -> tuple[list[int], dict[int, int]]:
         """Wait for the last tokens of those of `rows` that have grammars, find their masks and enqueue the copies.
+
+        There is none behind a draft that the grammar refuses. A row that was late keeps the search that was begun then,
+        and may have other drafts by now, behind which there is none either.
 
         Args:
             rows: Rows of the choice that is enqueued next, behind their logits.
-            places: The positions of the tokens that are chosen.
-            bits_RW: int32 masks on the device: bit `i % 32` of word `i // 32` is 1 if a row's next token may be `i`.
+            bits_KRW: int32 masks on the device: bit `i % 32` of word `i // 32` of a row is 1 if the token behind `k` of
+                its drafts may be `i`.
+            drafts: Waits for the rows' drafts; None where the step has none.
 
         Returns:
-            The rows to leave out, since their masks are late, or were in an earlier step.
+            The rows to leave out, since their masks are late, or were in an earlier step; and of those rows that have
+            more drafts than that, the number of drafts behind which there are masks.
         """
         stream = torch.cuda.current_stream()
         self._logits.record(stream)
-        if self._masks_RW is None:
-            self._masks_RW = torch.empty(bits_RW.shape, dtype=torch.int32, pin_memory=True)
+        if self._masks_KRW is None:
+            self._masks_KRW = torch.empty(bits_KRW.shape, dtype=torch.int32, pin_memory=True)
             self._side.wait_stream(stream)  # the stream on which the device's memory was made
-        masks_RW = self._masks_RW
-        asking = np.flatnonzero(self.asks[rows])
-        place_of = dict(zip(rows[asking].tolist(), places[asking].tolist(), strict=True))
-        held = [row for row in place_of if row in self.late]
-        wanted = sorted(place_of.keys() - held)
+        masks_KRW = self._masks_KRW
+        asking = rows[self.asks[rows]].tolist()
+        held = [row for row in asking if row in self.late]
+        wanted = sorted(set(asking).difference(held))
         tokens = self._last_tokens(wanted)
+        drafted = {} if drafts is None else drafts()
         self._copied.synchronize()  # already done, unless a step failed, since the tokens came after it
-        self._search(tokens, masks_RW.numpy())
+        self._search(tokens, drafted, masks_KRW.numpy())
         late = self._wait(wanted)
         for row in late:
-            self.late.hold(row, place_of[row])
+            self.late.hold(row, self._rows[row].end)
+            self._rows[row].was_late = True
         ready = sorted(set(wanted).difference(late))
-        self._note_forced(ready, masks_RW.numpy())
+        self._note_forced(ready, masks_KRW.numpy())
         with torch.cuda.stream(self._side):  # beside the logits; no mask is read before these are done
-            for run in np.split(ready, np.flatnonzero(np.diff(ready) != 1) + 1) if ready else ():
-                some = slice(int(run[0]), int(run[-1]) + 1)
-                bits_RW[some].copy_(masks_RW[some], non_blocking=True)
+            for ahead, (bits_RW, masks_RW) in enumerate(zip(bits_KRW, masks_KRW, strict=True)):
+                lines = [row for row in ready if ahead < max(1, len(self._rows[row].forced))]
+                for run in np.split(lines, np.flatnonzero(np.diff(lines) != 1) + 1) if lines else ():
+                    some = slice(int(run[0]), int(run[-1]) + 1)
+                    bits_RW[some].copy_(masks_RW[some], non_blocking=True)
             self._copied.record(self._side)
         stream.wait_event(self._copied)
-        return held + late
+        return held + late, self._allowed(ready, drafted)
 
     def close(self) -> None:
         """Join the threads."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
-    def _search(self, tokens: Mapping[int, Sequence[int]], masks_RW: NDArray[np.int32]) -> None:
-        """Have threads find the masks of rows that advance by `tokens`, or that have no mask yet."""
+    def _search(
+        self, tokens: Mapping[int, Sequence[int]], drafts: Mapping[int, Sequence[int]], masks_KRW: NDArray[np.int32]
+    ) -> None:
+        """Have threads find the masks of rows that advance by `tokens`, have drafts or have no mask yet."""
         due: dict[Grammar, list[int]] = defaultdict(list)
         for row, more in tokens.items():
             found = self._rows[row]
-            if more or not found.is_begun:
+            is_late = found.was_late
+            found.was_late = False
+            if more or not found.is_begun or (drafts.get(row) and not is_late):
                 due[found.grammar].append(row)
-                found.is_begun = True
+                found.is_begun, found.drafts = True, drafts.get(row, ())
         if not due:
             return
         if self._threads is None:
@@ -181,9 +211,9 @@ class GrammarRows:
         for together in sorted(due.values(), key=len, reverse=True):
             min(shares, key=len).extend(together)
         for share in shares:
-            asked = [(self._rows[row], tokens[row], row) for row in share]
-            before = {found.search for found, _, _ in asked if found.search is not None}
-            search = self._threads.submit(_find, asked, masks_RW, before)
+            asked = [_Asked(self._rows[row], tokens[row], self._rows[row].drafts, row) for row in share]
+            before = {each.row.search for each in asked if each.row.search is not None}
+            search = self._threads.submit(_find, asked, masks_KRW, before)
             for row in share:
                 self._rows[row].search = search
 
@@ -198,40 +228,80 @@ class GrammarRows:
             if not missing or time.monotonic() > ends:
                 return missing
 
-    def _note_forced(self, rows: Sequence[int], masks_RW: NDArray[np.int32]) -> None:
+    def _note_forced(self, rows: Sequence[int], masks_KRW: NDArray[np.int32]) -> None:
         """Note the tokens that are forced after the next ones of `rows`; where a grammar failed, allow no token."""
         for row in rows:
             found = self._rows[row]
             if found.is_broken:
-                masks_RW[row] = 0
-            elif found.jumps and found.state is not None and len(forced := found.state.forced()) > 1:
-                self.forced[row] = forced[1:]
+                masks_KRW[0, row], found.forced = 0, []
+            elif found.jumps and any(len(each) > 1 for each in found.forced):
+                self.forced[row] = [each[1:] for each in found.forced]
+
+    def _allowed(self, rows: Sequence[int], drafts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        """Return how many drafts have masks behind them, for those of `rows` that have more; masks are there."""
+        allowed: dict[int, int] = {}
+        for row in rows:
+            found, wanted = self._rows[row], drafts.get(row, ())
+            known = found.drafts[: max(0, len(found.forced) - 1)]
+            count = len(os.path.commonprefix([list(wanted), list(known)]))
+            if count < len(wanted):
+                allowed[row] = count
+        return allowed
 
     def _last_tokens(self, rows: Sequence[int]) -> dict[int, list[int]]:
         """Wait for the last steps of `rows`, and return the tokens that each row's grammar state has not seen."""
         tokens: dict[int, list[int]] = {}
-        known: dict[TokensOf, Sequence[int] | None] = {}
         for row in rows:
             found = self._rows[row]
             tokens[row], found.given = found.given, []
             if found.last is not None:
                 (tokens_of, work), found.last = found.last, None
-                if tokens_of not in known:
-                    known[tokens_of] = tokens_of()
-                ids = known[tokens_of]
-                if ids is not None and ids[work] >= 0:
-                    tokens[row] = [ids[work], *tokens[row]]
+                tokens[row] = [*(id for id in tokens_of(work) if id >= 0), *tokens[row]]
+            found.end += len(tokens[row])
         return tokens
 
 
-def _find(
-    rows: Sequence[tuple[_Row, Sequence[int], int]], masks_RW: NDArray[np.int32], before: Collection[Future[None]]
-) -> None:
-    """Find the masks of `rows`, each after its new tokens, once the searches in `before` are done."""
+class _Asked(NamedTuple):
+    """A row whose masks are wanted."""
+
+    row: _Row
+    tokens: Sequence[int]
+    """Tokens to advance the state by."""
+    drafts: Sequence[int]
+    line: int
+    """Place of the row's masks."""
+
+
+def _find(asked: Sequence[_Asked], masks_KRW: NDArray[np.int32], before: Collection[Future[None]]) -> None:
+    """Find the masks of rows, each after its new tokens and its drafts, once the searches in `before` are done."""
     wait(before)
-    asked = [(state, tokens, line) for row, tokens, line in rows if (state := row.begin()) is not None]
     try:
-        rows[0][0].grammar.fill(asked, masks_RW.data)
+        _walk([(each, state) for each in asked if (state := each.row.begin()) is not None], masks_KRW)
     except BaseException:
-        for row, _, _ in rows:
-            row.is_broken = True
+        for each in asked:
+            each.row.is_broken = True
+
+
+def _walk(asked: Sequence[tuple[_Asked, GrammarState]], masks_KRW: NDArray[np.int32]) -> None:
+    """Advance states by new tokens; find masks there and along drafts, up to the first refused; go back from these."""
+    for each, _ in asked:
+        each.row.forced = []
+    going = [(each, state, each.tokens) for each, state in asked]
+    for ahead, masks_RW in enumerate(masks_KRW):
+        if not going:
+            break
+        going[0][0].row.grammar.fill([(state, tokens, each.line) for each, state, tokens in going], masks_RW.data)
+        for each, state, _ in going:
+            each.row.forced.append(state.forced())
+        going = [
+            (each, state, drafts)
+            for each, state, _ in going
+            if (drafts := each.drafts[ahead : ahead + 1]) and _allows(masks_RW[each.line], drafts[0])
+        ]
+    for each, state in asked:
+        state.rollback(len(each.row.forced) - 1)
+
+
+def _allows(mask_W: NDArray[np.int32], token: int) -> bool:
+    """Return whether a mask has the bit of `token`."""
+    return bool(int(mask_W[token // 32]) >> token % 32 & 1)

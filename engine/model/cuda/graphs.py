@@ -12,10 +12,11 @@ import itertools
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.concurrency.garbage import not_collected
@@ -25,6 +26,7 @@ from headrace.engine.model.cuda.compiling import ways, ways_of_lines, ways_toget
 from headrace.engine.model.cuda.decodes import Decodes, Planned
 from headrace.engine.model.cuda.drafting.drafts import CudaDrafts, depths
 from headrace.engine.model.cuda.drafting.inputs import LineInputs
+from headrace.engine.model.cuda.grammars import DraftsOf
 from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler, Variant
@@ -71,8 +73,9 @@ class Key(NamedTuple):
     """Variant of the choice of tokens; None for a graph that ends with the logits."""
     use: AdapterUse
     """Adapters that the graph serves, up to the logits."""
-    has_logits: bool = True
-    """Whether the graph computes logits; if not, it only chooses, from the logits that another graph has left."""
+    part: Literal["whole", "drafts", "logits", "choice"] = "whole"
+    """Which part of a step the graph computes: all that is asked of it; its drafts alone, and the inputs of its lines;
+    the logits behind these; or the choice alone, from the logits that another graph has left."""
     depth: int = 0
     """Most drafts that the graph computes for a row."""
     together: bool = False
@@ -90,7 +93,10 @@ def _keys(bucket: int, way: _Way, variant: Variant | None, use: AdapterUse = NO_
     if variant is None or not variant.masked:
         return [Key(bucket, name, variant, use, depth=depth, together=together)]
     logits = Key(bucket, name, None, use, depth=depth, together=together)
-    return [logits, logits._replace(variant=variant, has_logits=False)]
+    choice = logits._replace(variant=variant, part="choice")
+    if not depth:
+        return [logits, choice]
+    return [Key(bucket, "", None, NO_USE, "drafts", depth), logits._replace(part="logits"), choice]
 
 
 def _place(key: Key) -> _Place:
@@ -98,15 +104,11 @@ def _place(key: Key) -> _Place:
     return key.bucket, key.way, key.depth, key.together
 
 
-class _Uncaptured:
-    """A step in the place of its graph: it is enqueued operation by operation, each time."""
+class _Uncaptured(NamedTuple):
+    """A step in the place of its graph."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-
-    def replay(self) -> None:
-        """Enqueue the step."""
-        self._run()
+    replay: Callable[[], None]
+    """Enqueues the step, operation by operation."""
 
     def reset(self) -> None:
         """Do nothing: there is no memory to release."""
@@ -175,8 +177,6 @@ class DecodeGraphs:
         self._steps: dict[_Place, dict[MixerSpec, DecodeStep | WholeStep]] = {}
         self._between: dict[tuple[int, str, int, bool, AdapterUse], tuple[Tensor, HiddenStates | None]] = {}
         """Logits, and states, that one graph leaves to another, which chooses, by place and adapters."""
-        self._lines_LV: Tensor | None = None
-        """Memory of such logits of all steps with drafts, which are too wide to be kept for each graph."""
         self._last_planned: _Place | None = None
 
     def capture(self, *, contexts: Sequence[int], variants: Sequence[Variant]) -> None:
@@ -190,8 +190,8 @@ class DecodeGraphs:
     def keys(self, decodes: Decodes, variant: Variant | None) -> list[Key]:
         """Return the keys of the graphs that make up one step of `decodes`, the rows of `DeviceRows.batch_R`.
 
-        A masked variant has two graphs, of the logits and of the choice; any other step has one. Without a variant, no
-        token is chosen.
+        A masked variant has a graph of its drafts, if any, one of the logits and one of the choice; any other step has
+        one. Without a variant, no token is chosen.
         """
         bucket = self._bucket_of[len(decodes.rows)]
         depth = 0 if variant is None else self._depth(bucket, max(decodes.drafts, default=0))
@@ -212,8 +212,8 @@ class DecodeGraphs:
             torch.OutOfMemoryError: There is no memory to capture a graph.
         """
         graphs = [self._graph(key) for key in keys]
-        bucket, depth = keys[0].bucket, keys[0].depth
-        at = _place(keys[0])
+        bucket, depth = keys[-1].bucket, keys[-1].depth
+        at = _place(keys[-1])
         if (plan := self._plans.get(at)) is not None:
             lengths_BJ = np.ones((bucket, depth + 1), np.int64)
             lengths_BJ[: len(decodes.rows)] += decodes.starts[:, None] + np.arange(depth + 1)
@@ -224,12 +224,13 @@ class DecodeGraphs:
         return graphs
 
     def logits(self, keys: Sequence[Key]) -> Tensor:
-        """Return the logits that a masked variant's first graph leaves to its second: [rows or more, vocabulary].
+        """Return a masked variant's logits behind the last known tokens of its rows: [rows or more, vocabulary]."""
+        return self._between[(*_place(keys[-1]), keys[-1].use)][0][:: keys[-1].depth + 1]
 
-        Of rows with drafts, these are the logits behind their last known tokens.
-        """
-        key = keys[0]
-        return self._between[(*_place(key), key.use)][0][:: key.depth + 1]
+    def drafts(self, key: Key, rows: NDArray[np.int64]) -> DraftsOf:
+        """Enqueue the copy to the host of the drafts that the graph of `key` has made; return what waits for them."""
+        assert self._drafts is not None
+        return self._drafts.send(rows, key.bucket, key.depth, self._inputs.of(key.lines))
 
     def close(self) -> None:
         """Drop all graphs; none may be running."""
@@ -288,7 +289,7 @@ class DecodeGraphs:
 
     def _uncaptured(self, key: Key) -> _Uncaptured:
         self._make_steps(key)
-        return _Uncaptured(lambda: self._run(key))
+        return _Uncaptured(partial(self._run, key))
 
     def _capture(self, key: Key) -> torch.cuda.CUDAGraph:
         bucket = key.bucket
@@ -303,6 +304,8 @@ class DecodeGraphs:
             words.fill_(harmless)
         try:
             with self._chain.watched():
+                if key.depth and key.part in ("logits", "choice"):  # whose lines are those of an earlier step, or none
+                    self._prepare(key)
                 self._run(key)  # compiles and allocates now, which a capture must not
             graph = torch.cuda.CUDAGraph()
             with not_collected():  # calls of a finaliser in this thread could end the capture
@@ -319,13 +322,15 @@ class DecodeGraphs:
 
     def _run(self, key: Key) -> None:
         """Run the decode step, or the part of it that the graph of `key` records."""
-        bucket, variant, depth, has_logits = key.bucket, key.variant, key.depth, key.has_logits
+        bucket, variant, depth = key.bucket, key.variant, key.depth
+        if key.part == "drafts":
+            return self._prepare(key)
         at = (*_place(key), key.use)
-        logits_LV, states = self._logits(key) if has_logits else self._between[at]
+        logits_LV, states = self._between[at] if key.part == "choice" else self._logits(key)
         if variant is None:
             # Kept, so that no other graph of the pool gets their memory.
-            self._between[at] = self._kept(logits_LV) if depth else logits_LV, states
-            return
+            self._between[at] = self._drafts.keep(logits_LV) if self._drafts and depth else logits_LV, states
+            return None
         batch_B, inputs = self._rows.active_R[:bucket], self._inputs.of(key.lines)
         if depth:
             assert self._drafts is not None
@@ -341,15 +346,11 @@ class DecodeGraphs:
     def _logits(self, key: Key) -> tuple[Tensor, HiddenStates | None]:
         """Enqueue a step up to its logits, of each line; return these, and the states that a drafter reads, if any."""
         rows, inputs, use, steps = self._rows, self._inputs.of(key.lines), key.use, self._steps[_place(key)]
-        rows.apply()
         batch_B = rows.active_R[: key.bucket]
-        if key.depth:
-            assert self._drafts is not None
-            self._drafts.prepare(key.bucket, key.depth, inputs, self._shape.page_size)
+        if key.part != "logits" or not key.depth:
+            self._prepare(key)
+        if self._drafts is not None and key.depth:
             batch_B = self._drafts.line_rows(key.bucket, key.depth)
-        else:
-            pool, lengths, table = rows.pool_RC, rows.lengths_R, rows.table_RP
-            prepare_decode(batch_B, pool, lengths, table, inputs, page_size=self._shape.page_size)
         self._chain.note(_PREPARATION)
         for step in {id(step): step for step in steps.values()}.values():  # mixers share some
             if isinstance(step, DecodeStep):
@@ -369,17 +370,20 @@ class DecodeGraphs:
                 hidden_LE = states.final_NE
         return self._decoder.logits(hidden_LE, adapted), states
 
-    def _kept(self, logits_LV: Tensor) -> Tensor:
-        """Copy the logits of a step with drafts to where they stay until the next such step."""
-        if self._lines_LV is None:  # before any capture, which a run without one precedes
-            assert self._drafts is not None
-            self._lines_LV = logits_LV.new_empty(self._drafts.lines, logits_LV.shape[1])
-        return self._lines_LV[: len(logits_LV)].copy_(logits_LV)
+    def _prepare(self, key: Key) -> None:
+        """Enqueue the beginning of a step: its drafts, if it has any, and the inputs of its lines."""
+        rows, inputs, size = self._rows, self._inputs.of(key.lines), self._shape.page_size
+        if self._drafts is not None and key.depth:
+            self._drafts.prepare(key.bucket, key.depth, inputs, size)
+            return
+        rows.apply()
+        batch_B = rows.active_R[: key.bucket]
+        prepare_decode(batch_B, rows.pool_RC, rows.lengths_R, rows.table_RP, inputs, page_size=size)
 
     def _make_steps(self, key: Key) -> None:
         """Open the attention of a graph, if no graph of its bucket, way and depth has."""
         at, lines = _place(key), key.lines
-        if at in self._steps:
+        if at in self._steps or key.part == "drafts":
             return
         inputs, names = self._inputs.of(lines), key.way.split("+")
         names = names if len(names) > 1 else names * len(self._ways)

@@ -216,8 +216,7 @@ class Prefills:
     def _act_between(self, logits_SV: Tensor, works: Sequence[Work], rows_S: Tensor) -> Tensor:
         """Enqueue what the host does before `works` choose; return their rows, with padding for those left out."""
         row_S = np.array([work.row for work in works])
-        places_S = np.array([work.start + work.num_tokens for work in works])
-        late = self._sampler.act_between(logits_SV, row_S, places_S)
+        late, _ = self._sampler.act_between(logits_SV, row_S)
         self._rows.leave_out(row_S[late], late[:0])
         if not len(late):
             return rows_S

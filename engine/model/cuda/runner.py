@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from headrace.engine.model.cuda.adapters import CudaBank
 from headrace.engine.model.cuda.decodes import Decodes, Ordering
 from headrace.engine.model.cuda.drafting.drafts import CudaDrafts, OpenDrafts, most_lines, most_words
+from headrace.engine.model.cuda.grammars import DraftsOf
 from headrace.engine.model.cuda.graphs import DecodeGraphs, Key
 from headrace.engine.model.cuda.moves import PageMoves
 from headrace.engine.model.cuda.operations import CudaDecoder
@@ -107,18 +108,18 @@ class CudaRunner:
             kv = self._memory.layers
             self._rows = DeviceRows(capacity, self._memory.scratch_page, device, most_words(rows, most))
             chosen = most_lines(rows, most) + rows  # in decodes and prefills
-            self._sampler = RowSampler(self._rows, capacity, device, chosen)
+            self._sampler = RowSampler(self._rows, capacity, device, chosen, most + 1)
             self._ids = torch.zeros(chosen, dtype=torch.int32, device=device)
             self._results, self._turn = [Result(chosen) for _ in range(_RESULTS)], 0
             self._ordering = Ordering()
             """Order of the decodes that `launch` enqueues itself."""
-            drafts = speculation and CudaDrafts(speculation, self._rows, self._sampler, capacity, kv)
+            self._drafts = speculation and CudaDrafts(speculation, self._rows, self._sampler, capacity, kv)
             self._graphs = DecodeGraphs(
                 decoder, ops, self._rows, self._sampler, kv, self._ids,
-                max_rows=rows, attention=attention, bank=bank, drafts=drafts, kernels=kernels.decodes,
+                max_rows=rows, attention=attention, bank=bank, drafts=self._drafts, kernels=kernels.decodes,
             )  # fmt: skip
             self._prefills = Prefills(
-                decoder, ops, self._rows, self._sampler, kv, capacity, bank, drafts, kernels=kernels.prefills
+                decoder, ops, self._rows, self._sampler, kv, capacity, bank, self._drafts, kernels=kernels.prefills
             )
         self._moves = PageMoves(self._memory.pools, self._stream, device)
         self._submitted = 0
@@ -251,7 +252,7 @@ class CudaRunner:
             # After a device fault, freeing pinned memory ends the process, so it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
         del self._memory, self._rows, self._sampler, self._ids, self._results
-        del self._graphs, self._prefills, self._bank, self._weights, self._moves
+        del self._graphs, self._prefills, self._drafts, self._bank, self._weights, self._moves
         return_device_memory()
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ class CudaRunner:
             if late := self._sampler.grammars.late:
                 step.late = [index for index, work in enumerate(plan.works) if work.row in late]
             step.result.done.record(self._stream)
-            self._sampler.grammars.sampled(step.tokens, plan.each_work())
+            self._sampler.grammars.sampled(step.gained, plan.each_work())
 
     def _enqueue_all(
         self, plan: StepPlan, decodes: Decodes | None, prefills: Sequence[Work], step: CudaStep
@@ -359,7 +360,7 @@ class CudaRunner:
     ) -> None:
         """Enqueue one token of each row, and drafts behind it; tell `step` where what graphs of `keys` choose goes."""
         rows, depth = self._rows, keys[0].depth
-        logits_or_all, *choice = self._graphs.prepare(keys, decodes)
+        graphs = self._graphs.prepare(keys, decodes)
         rows.batch(decodes, keys[0].bucket)
         if depth:
             rows.draft(decodes)
@@ -371,10 +372,15 @@ class CudaRunner:
             step.runs, step.places = RowRuns.of(plan, decodes, answer, depth), np.zeros(plan.size, np.int64)
         else:
             step.ids, step.places = answer, decodes.back
-        logits_or_all.replay()
+        drafts: DraftsOf | None = None
+        for key, graph in zip(keys, graphs, strict=True):
+            if key.part == "choice":
+                late, allowed = self._sampler.act_between(self._graphs.logits(keys), decodes.rows, drafts)
+                rows.leave_out(decodes.rows[late], late)
+                if self._drafts is not None and allowed:
+                    self._drafts.allow(decodes.rows, depth, allowed)
+            graph.replay()
+            if key.part == "drafts":
+                drafts = self._graphs.drafts(key, decodes.rows)
         if keys[-1].variant is None:
             rows.unsampled(decodes.rows)
-        if choice:
-            late = self._sampler.act_between(self._graphs.logits(keys), decodes.rows, decodes.starts + 1)
-            rows.leave_out(decodes.rows[late], late)
-            choice[0].replay()

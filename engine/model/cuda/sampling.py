@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.model.cuda.grammars import GrammarRows
+from headrace.engine.model.cuda.grammars import DraftsOf, GrammarRows
 from headrace.engine.model.cuda.reports import USUAL_PLACES, Lines, ReportedRows
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.shaping import ShapedRows
@@ -51,7 +51,14 @@ VARIANTS: Final = tuple(itertools.starmap(Variant, itertools.product((False, Tru
 class RowSampler:
     """Samples for the rows of one runner, on one stream."""
 
-    def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device, lines: int | None = None) -> None:
+    def __init__(
+        self,
+        rows: DeviceRows,
+        capacity: Capacity,
+        device: torch.device,
+        lines: int | None = None,
+        places: int = 1,
+    ) -> None:
         """Start without memory for options.
 
         Args:
@@ -59,9 +66,10 @@ class RowSampler:
             capacity: Most rows of a batch, and the width of the logits.
             device: The GPU.
             lines: Most tokens that a step chooses; None for two of each row, one in a decode and one in a prefill.
+            places: Most tokens that a step chooses for a row, one behind the other.
         """
         self._rows, self._capacity, self._device = rows, capacity, device
-        self._shaped = ShapedRows(rows, capacity, device)
+        self._shaped = ShapedRows(rows, capacity, device, places)
         self.reported = ReportedRows(rows, capacity, device, lines or 2 * capacity.max_rows)
         self.grammars = GrammarRows(capacity, device)
         self.hosts = HostChoices(capacity)
@@ -105,7 +113,9 @@ class RowSampler:
             self._last = rows, variant
         return self._last[1]
 
-    def act_between(self, logits_BV: Tensor, rows: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def act_between(
+        self, logits_BV: Tensor, rows: NDArray[np.int64], drafts: DraftsOf | None = None
+    ) -> tuple[NDArray[np.int64], dict[int, int]]:
         """Enqueue what the host does between the logits of `rows`, in their order, and the choices from them.
 
         This waits for the last tokens of rows with grammars and sends their masks, and fetches the logits of rows that
@@ -114,24 +124,26 @@ class RowSampler:
         Args:
             logits_BV: Logits that were just enqueued.
             rows: Rows of the logits' first lines.
-            places: The positions of the tokens that are chosen.
+            drafts: Waits for the drafts of rows; None where the step has none.
 
         Returns:
-            Indices in `rows` of those to leave out of the choice.
+            Indices in `rows` of those to leave out of the choice; and by row, how many of its drafts may be chosen,
+            where not all may.
 
         Raises:
             torch.AcceleratorError: The device failed.
         """
         late: Sequence[int] = ()
+        allowed: dict[int, int] = {}
         if self.grammars.asks[rows].any():
-            late = self.grammars.send(rows, places, self._shaped.arrays().bits_RW)
+            late, allowed = self.grammars.send(rows, self._shaped.arrays().bits_KRW, drafts)
         for line in np.flatnonzero(self.hosts.asks[rows]).tolist():
             row = int(rows[line])
             if row not in self._pinned:
                 self._pinned[row] = torch.empty(self._capacity.vocab_size, pin_memory=True)
             self._pinned[row].copy_(logits_BV[line], non_blocking=True)
             self.choices[row] = partial(self.hosts.choice, row, self._pinned[row].numpy())
-        return np.flatnonzero(np.isin(rows, late))
+        return np.flatnonzero(np.isin(rows, late)), allowed
 
     def close(self) -> None:
         """Join the threads that find masks."""
@@ -157,6 +169,7 @@ class RowSampler:
         variant: Variant,
         *,
         first: int = 0,
+        ahead: int = 0,
         pdl: bool = False,
     ) -> None:
         """Enqueue the choice of a token for each row, and store it with the row.
@@ -168,6 +181,7 @@ class RowSampler:
             ids_B: int32 tensor that ids go to; codes below 0 are those of `NoToken`.
             variant: The options of the rows.
             first: First of the rows' lines of log-probabilities.
+            ahead: Place of the chosen tokens in the runs that the rows gain.
             pdl: Whether to use programmatic dependent launch.
 
         Raises:
@@ -175,7 +189,8 @@ class RowSampler:
         """
         rows, given_BV = self._rows, logits_BV
         if variant.shaped:
-            logits_BV = shape(logits_BV, rows_B, positions_B, rows.pool_RC, self._shaped.arrays(), pdl=pdl)
+            arrays = self._shaped.arrays()
+            logits_BV = shape(logits_BV, rows_B, positions_B, rows.pool_RC, arrays, ahead=ahead, pdl=pdl)
         sample(
             logits_BV, rows_B, rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R, rows.seed_R, positions_B,
             rows.pool_RC, rows.lengths_R, ids_B, self._scratch_for(variant), stops_RS=rows.stops_RS,

@@ -39,15 +39,16 @@ _WORD_PLACES = 2 * MOST_WORD_TOKENS
 class ShapedRows:
     """The rows that ask for shaped logits."""
 
-    def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device) -> None:
+    def __init__(self, rows: DeviceRows, capacity: Capacity, device: torch.device, places: int) -> None:
         """Start without rows, and without memory.
 
         Args:
             rows: The row table, through which words are sent.
             capacity: Most rows, and the width of the logits.
             device: The GPU.
+            places: Most tokens that a step chooses for a row.
         """
-        self._rows = rows
+        self._rows, self._places = rows, places
         self._capacity = capacity
         self._device = device
         self._arrays: ShapeArrays | None = None
@@ -62,7 +63,7 @@ class ShapedRows:
         """
         if self._arrays is None:
             size = self._capacity
-            self._arrays = ShapeArrays(size.max_rows, size.vocab_size, _WORD_PLACES, self._device)
+            self._arrays = ShapeArrays(size.max_rows, size.vocab_size, _WORD_PLACES, self._device, self._places)
         return self._arrays
 
     def take(self, new_rows: Sequence[NewRow], options: Sequence[RowOptions]) -> None:

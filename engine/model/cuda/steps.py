@@ -102,7 +102,7 @@ class CudaStep:
     """A launched step; `enqueued` is the event that is set once a step that waits in a queue is enqueued."""
 
     __slots__ = (
-        "_has_codes", "_reading", "_tokens", "choices", "enqueued", "error", "forced", "ids", "late", "lines",
+        "_has_codes", "_reading", "_tokens", "_words", "choices", "enqueued", "error", "forced", "ids", "late", "lines",
         "places", "pooled", "result", "runs",
     )  # fmt: skip
 
@@ -122,12 +122,14 @@ class CudaStep:
         """Pooled hidden states, by index of the work."""
         self.choices: dict[int, Callable[[], Choice]] = {}
         """Functions that choose on the host once the logits are there, by index of the work."""
-        self.forced: dict[int, Sequence[int]] = {}
-        """Tokens forced behind the sampled ones of rows with grammars, by index of the work."""
+        self.forced: dict[int, Sequence[Sequence[int]]] = {}
+        """Tokens forced behind what rows with grammars choose, for each place in their runs, by index of the work."""
         self.late: Sequence[int] = ()
         """Indices of the works whose rows were left out."""
         self._reading = threading.Lock()
         self._tokens: list[int] | None = None
+        self._words: dict[int, list[int]] = {}
+        """Words of each run by index of the work, once they have been read."""
         self._has_codes = False
         """Whether `_tokens` has codes of `NoToken` among its ids."""
 
@@ -149,6 +151,7 @@ class CudaStep:
                 return step_result(tokens, has_codes=self._has_codes)
             reports, prompt_reports = read_reports(self.result.lines.numpy(), self.lines)
             choices = {work: ready() for work, ready in self.choices.items()}
+            forced = {work: places[len(self._ids_of(work, tokens)) - 1] for work, places in self.forced.items()}
             result = step_result(
                 tokens,
                 has_codes=self._has_codes,
@@ -156,37 +159,46 @@ class CudaStep:
                 prompt_reports=prompt_reports,
                 pooled=self.pooled,
                 choices=choices,
-                forced=self.forced,
+                forced={work: more for work, more in forced.items() if more},
             )
             return result if self.runs is None else self._with_runs(result, self.runs, reports)
         finally:
             self.result.taken = False
 
-    def tokens(self) -> Sequence[int] | None:
-        """Return an id or a code for each work item, whether or not `wait` was called; None if enqueuing failed."""
-        return self._read() if self.error is None else None
+    def gained(self, work: int) -> Sequence[int]:
+        """Return the ids that a work item has chosen, the last of which may be a code; none if enqueuing failed.
+
+        May be called before or after `wait`.
+        """
+        return self._ids_of(work, self._read()) if self.error is None else ()
 
     def _with_runs(self, result: StepResult, runs: RowRuns, reports: Mapping[tuple[int, int], Report]) -> StepResult:
         """Return a result of first tokens with all that drafts gave."""
         verified = {work: Verified([result.ids[work]], {0: report}) for work, report in result.reports.items()}
         drafted = [0] * runs.planned
-        words = runs.words_BW.tolist()
-        for work, place in runs.places.items():
-            drafts, count, *ids = words[place]
+        for work, (drafts, count, *ids) in self._words.items():
             told = {ahead: reports[work, ahead] for ahead in range(count) if (work, ahead) in reports}
             verified[work] = Verified(ids[:count], told)
-            if work < runs.planned:
+            if work < runs.planned and work not in self.late:
                 drafted[work] = drafts
         return with_verified(result, verified, drafted)
+
+    def _ids_of(self, work: int, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the ids, or a code, that a work item has chosen; `tokens` are the first ones of all."""
+        if tokens[work] < 0 or work not in self._words:
+            return tokens[work : work + 1]
+        _, count, *ids = self._words[work]
+        return ids[:count]
 
     def _read(self) -> list[int]:
         with self._reading:  # after `wait`, another step may use the result
             if self._tokens is None:
                 self.result.done.synchronize()
                 found = self.ids[self.places]
-                if self.runs is not None:
-                    of_runs = self.runs.words_BW[list(self.runs.places.values()), HEAD]
-                    found[list(self.runs.places)] = of_runs
+                if self.runs is not None:  # later steps use the memory of its words
+                    words = self.runs.words_BW.tolist()
+                    self._words = {work: words[place] for work, place in self.runs.places.items()}
+                    found[list(self._words)] = [run[HEAD] for run in self._words.values()]
                 self._has_codes = len(self.late) > 0 or bool(found.min(initial=0) < 0)
                 self._tokens = found.tolist()
                 for work in self.late:

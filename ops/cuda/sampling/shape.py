@@ -3,7 +3,7 @@
 Sums are those of the CPU's `Shaper`, in the same order, in float32. A row's bias and masks are one line of additions,
 -inf where a token may not be chosen; its counts and the tokens that would end it too early are one line of marks. Both
 are dense, so that a step reads them like the logits, and a sampled token changes one word. The mask of a grammar, new
-for each step, has one bit for each token.
+for each step, has one bit for each token; behind each of a row's drafts there is another.
 """
 
 from __future__ import annotations
@@ -58,14 +58,16 @@ class ShapeArrays:
         vocabulary: Number of logits of a row; each takes 12 bytes.
         words: Number of int32 places of a row for its bad words: `WORD_COLUMNS` for each, then the tokens but the last.
         device: The GPU.
+        places: Most tokens that a step chooses for a row, one behind the other.
     """
 
-    def __init__(self, rows: int, vocabulary: int, words: int, device: torch.device | str) -> None:
+    def __init__(self, rows: int, vocabulary: int, words: int, device: torch.device | str, places: int = 1) -> None:
         self.table_RC = torch.zeros(rows + 1, COLUMNS, dtype=torch.int32, device=device)
         self.added_RV = torch.zeros(rows + 1, vocabulary, dtype=torch.float32, device=device)
         self.marks_RV = torch.zeros(rows + 1, vocabulary, dtype=torch.int32, device=device)
         self.words_RW = torch.zeros(rows + 1, words, dtype=torch.int32, device=device)
-        self.bits_RW = torch.zeros(rows + 1, triton.cdiv(vocabulary, 32), dtype=torch.int32, device=device)
+        size = places, rows + 1, triton.cdiv(vocabulary, 32)
+        self.bits_KRW = torch.zeros(size, dtype=torch.int32, device=device)
         self.out_BV = torch.empty(rows, vocabulary, dtype=torch.float32, device=device)
         self.states_BS = torch.empty(rows, triton.cdiv(vocabulary, _BLOCK), dtype=torch.int32, device=device)
 
@@ -183,6 +185,7 @@ def shape(
     pool_RC: Tensor,
     arrays: ShapeArrays,
     *,
+    ahead: int = 0,
     pdl: bool = False,
 ) -> Tensor:
     """Return the logits as each row wants them, for sample.py's `sample`; rows without shaping keep theirs.
@@ -193,18 +196,19 @@ def shape(
         positions_B: Position of each row's input token, the last one known, int32 or int64.
         pool_RC: Tokens of each row from position 0, int32.
         arrays: Shaping of the rows.
+        ahead: Number of drafts between the last known token and the choice, which decides the mask of bits.
         pdl: Whether to use programmatic dependent launch.
 
     Returns:
         Shaped logits, float32 [B, V], part of `arrays`: the next call overwrites them.
     """
     rows, size = logits_BV.shape
-    out_BV, table = arrays.out_BV[:rows], arrays.table_RC
+    out_BV, table, bits_RW = arrays.out_BV[:rows], arrays.table_RC, arrays.bits_KRW[ahead]
     parts = arrays.states_BS.shape[1]
     # fmt: off
     _shape_kernel[(rows, parts)](
         logits_BV, rows_B, positions_B, table, table.view(torch.float32), arrays.added_RV, arrays.marks_RV,
-        arrays.bits_RW, out_BV, arrays.states_BS, logits_BV.stride(0), size, parts, arrays.bits_RW.stride(0),
+        bits_RW, out_BV, arrays.states_BS, logits_BV.stride(0), size, parts, bits_RW.stride(0),
         BLOCK=_BLOCK, COLUMNS=COLUMNS, PDL=pdl, num_warps=8, launch_pdl=pdl, enable_fp_fusion=False,
     )
     _words_kernel[(rows,)](

@@ -7,12 +7,16 @@ drafter.py, and ops/cuda/drafts/accept.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.model.cuda.drafting.drafter import CudaDrafter, Decoded, RowTable
+from headrace.engine.model.cuda.grammars import DraftsOf
 from headrace.engine.model.cuda.rows import DeviceRows
 from headrace.engine.model.cuda.sampling import RowSampler, Variant
 from headrace.engine.model.network.decoder import HiddenStates
@@ -96,6 +100,10 @@ class CudaDrafts:
         self._line_rows, self._counts, self._ids = words(self.lines), words(size), words(size)
         self._going, self._places = words(size), words(size)
         self._runs = words(self.lines + HEAD * size)
+        self._sent_2L = torch.empty(2, self.lines, dtype=torch.int32, pin_memory=True)
+        """Tokens and rows of the lines of the latest step that `send` was called for."""
+        self._sent = torch.cuda.Event(blocking=True)
+        self._logits_LV: Tensor | None = None
         self._rates = torch.tensor(wanted.rates, device=device) if wanted.rates else None
         self._scratch: dict[bool, SampleScratch] = {}
         self._asks = Asks(rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R, rows.seed_R)
@@ -133,7 +141,8 @@ class CudaDrafts:
         self.drafter.take_up(Decoded(depth, active_B, inputs, line_rows_L, counts_B, steps, states))
 
     def prepare(self, bucket: int, depth: int, inputs: DecodeInputs, page_size: int) -> None:
-        """Enqueue the drafts of a step and the inputs of its lines."""
+        """Enqueue the beginning of a step: what the host changes of rows, the drafts, and the inputs of its lines."""
+        self._rows.apply()
         rows, counts_B = self._rows, self._counts[:bucket]
         active_B = rows.active_R[:bucket]
         self.drafter.draft(active_B, depth, counts_B)
@@ -141,6 +150,49 @@ class CudaDrafts:
             active_B, counts_B, rows.most_R, rows.pool_RC, rows.lengths_R, rows.table_RP,
             self.line_rows(bucket, depth), inputs, depth=depth, page_size=page_size,
         )  # fmt: skip
+
+    def send(self, rows: NDArray[np.int64], bucket: int, depth: int, inputs: DecodeInputs) -> DraftsOf:
+        """Enqueue the copy of the drafts to the host; return what waits for them. Only the latest call's can be read.
+
+        Args:
+            rows: Rows of the step, in the order of the batch.
+            bucket: Number of rows with padding.
+            depth: Largest number of drafts of a row.
+            inputs: Inputs of the lines, as `prepare` wrote them.
+        """
+        lines = bucket * (depth + 1)
+        for here_L, there_L in zip(self._sent_2L, (inputs.tokens_B, self.line_rows(bucket, depth)), strict=True):
+            here_L[:lines].copy_(there_L[:lines], non_blocking=True)
+        self._sent.record()
+        return partial(self._read, rows, depth)
+
+    def _read(self, rows: NDArray[np.int64], depth: int) -> dict[int, list[int]]:
+        """Wait for what `send` sent; return the drafts of each row that has some."""
+        self._sent.synchronize()
+        tokens_BK, rows_BK = self._sent_2L[:, : len(rows) * (depth + 1)].numpy().reshape(2, len(rows), depth + 1)
+        counts = (rows_BK[:, 1:] == rows[:, None]).sum(1).tolist()
+        each = zip(rows.tolist(), counts, tokens_BK[:, 1:].tolist(), strict=True)
+        return {row: drafts[:count] for row, count, drafts in each if count}
+
+    def allow(self, rows: NDArray[np.int64], depth: int, allowed: Mapping[int, int]) -> None:
+        """Enqueue, before the choice, that some of a step's `rows` have so many drafts and no more."""
+        first = (depth + 1) * np.arange(len(rows))
+        lines = [
+            np.arange(at + 1 + allowed[row], at + 1 + depth)
+            for at, row in zip(first.tolist(), rows.tolist(), strict=True)
+            if row in allowed
+        ]
+        places = np.concatenate(lines)
+        self._rows.send(self._line_rows, places, np.full(len(places), self._rows.padding_row, np.int32))
+
+    def keep(self, logits_LV: Tensor) -> Tensor:
+        """Enqueue the copy of a step's logits to where they stay until the next such step; return them there.
+
+        They are too wide to be kept for each graph.
+        """
+        if self._logits_LV is None:  # before any capture, which a run without one precedes
+            self._logits_LV = logits_LV.new_empty(self.lines, logits_LV.shape[1])
+        return self._logits_LV[: len(logits_LV)].copy_(logits_LV)
 
     def choose(
         self, logits_LV: Tensor, bucket: int, depth: int, inputs: DecodeInputs, variant: Variant, *, pdl: bool
@@ -183,7 +235,8 @@ class CudaDrafts:
             accept(ahead, active_B, line_rows_L, inputs, ids_B, going_B, places_B, stopped_R, runs_BW)
             if ahead <= depth:
                 logits_BV = logits_LV[ahead :: depth + 1]
-                self._sampler.choose(logits_BV, going_B, places_B, ids_B, variant, first=ahead * bucket, pdl=pdl)
+                first = ahead * bucket
+                self._sampler.choose(logits_BV, going_B, places_B, ids_B, variant, first=first, ahead=ahead, pdl=pdl)
 
     def _runs_of(self, bucket: int, depth: int) -> Tensor:
         return self._runs[: bucket * (HEAD + depth + 1)].view(bucket, -1)
