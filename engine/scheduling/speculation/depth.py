@@ -16,7 +16,7 @@ _TRIAL: Final = 4  # rows of steps of a depth that is tried, to learn what it ta
 _SHORTEST_TRIAL: Final = 2  # steps
 _ENOUGH: Final = 2  # measurements from which a mean is believed
 _LOST: Final = 0.01  # share of the time that trials may lose
-_LONGEST_PAUSE: Final = 512  # steps at depth 0 between two trials, or with drafts between two without
+_LONGEST_PAUSE: Final = 512  # steps with drafts between two without, or at depth 0 between trials that lose little
 _MARGIN: Final = 1.03  # what drafts must gain over none
 _KEEP: Final = 0.97  # weight of the old mean at each measurement
 _OUTLIER: Final = 3.0  # times the mean: a step that was held up counts as no longer than this
@@ -82,6 +82,8 @@ class DepthRule:
         """Number of steps before the next choice."""
         self._pause = _HOLD
         """Number of steps at depth 0 between the latest trial and the next."""
+        self._price = 0
+        """Number of steps at depth 0 that pay for the latest trial, however many requests begin."""
         self._rested = 0
         """Number of steps at depth 0 since the latest trial."""
         self._rows = 1
@@ -107,7 +109,7 @@ class DepthRule:
 
     def note_request(self) -> None:
         """Take note that a request begins, of which nothing is known: the next trial is due sooner."""
-        self._pause = max(_HOLD, self._pause - self._pause // max(4, self._rows))
+        self._pause = max(_HOLD, self._price, self._pause - self._pause // max(4, self._rows))
 
     def observe(self, rows: int, context: int, drafts: int, seconds: float) -> None:
         """Take in the time of a step in which no prompt was computed, with so many drafts in all rows together."""
@@ -138,7 +140,8 @@ class DepthRule:
             drafts = rows * sum(map(self._drafts_at, range(self._most)))
             lost = trial * (times.expected(drafts) / times.expected(0.0) - 1.0)
             unpaid = 2 * self._pause if self._is_trial else _HOLD  # trials that do not pay grow rarer
-            self._pause, self._rested = min(max(unpaid, int(lost / _LOST)), _LONGEST_PAUSE), 0
+            self._price, self._rested = int(lost / _LOST), 0
+            self._pause = max(self._price, min(unpaid, _LONGEST_PAUSE))
             self._take(0, _HOLD)
         elif self._rested >= self._pause:
             self._take(self._most, trial, is_trial=True)

@@ -207,6 +207,20 @@ def test_drafts_that_never_pay_are_tried_more_and_more_rarely() -> None:
     assert 0 < sum(depth > 0 for depth in device.depths[300:]) <= 24
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("further", [0.1, 0.5, 3.0])
+def test_trials_lose_no_more_than_a_hundredth_however_dear_drafts_are(further: float, rows: int) -> None:
+    device = Device(1.0, further / rows, 0.0)
+    device.run(200, rows)  # learns what drafts cost
+    begin = len(device.depths)
+    for _ in range(200):  # requests of 100 tokens
+        device.rule.note_request()
+        device.run(100, rows)
+    tried = sum(device.depths[begin:])
+    assert tried > 0, "drafts are still tried"
+    assert tried * further <= 0.011 * 20_000, f"{tried} drafts a row in 20,000 steps"
+
+
 @pytest.mark.parametrize("free", [1, 2])
 def test_a_shared_page_is_copied_only_if_the_next_token_has_room_too(free: int) -> None:
     """The plan of a lone request that gets no token is dropped, and with it what it would have copied."""
