@@ -326,7 +326,11 @@ def test_windows_of_both_models_hold_pages(
 
 
 @native
-def test_memory_holds_both_models_and_comes_back_after_sleep(model: Path, small: Path, alone: list[Any]) -> None:
+def test_memory_holds_both_models_and_comes_back_after_sleep(
+    model: Path, small: Path, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_deep(monkeypatch)
+
     async def run() -> None:
         async with Engine(model, **options()) as engine:
             before = engine.info
