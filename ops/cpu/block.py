@@ -227,9 +227,9 @@ class CpuOps:
 
     # --- what the decoder calls
 
-    def side_by_side(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        """Return queries, keys and values in one tensor, [N, (H + 2 * K) * D]."""
-        return torch.cat((q_NHD, k_NKD, v_NKD), 1).view(len(q_NHD), -1)
+    def given(self, qkv_NX: Tensor) -> Tensor:
+        """Return queries, keys and values, [N, (H + 2 * K) * D], that another library has computed."""
+        return qkv_NX
 
     def pack(self, weight: Stored, bias_O: Tensor | None) -> CpuLinear:
         """Pack a weight and its bias for `product`."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaOps"]
 
-_JOINT: Final = Launch("the joint of heads", overlaps=False, writes=frozenset(("activations",)))
+_GIVEN: Final = Launch("another library's kernel", overlaps=False, writes=frozenset(("activations",)))
 _EMBEDDING: Final = Launch("the embedding", overlaps=False, writes=frozenset(("activations",)))
 
 
@@ -93,10 +93,10 @@ class CudaOps(BetweenOps, Missing):
 
     # --- what the decoder calls
 
-    def side_by_side(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        """Return queries, keys and values in one tensor, [N, (H + 2 * K) * D], by a kernel of torch's."""
-        self.note(_JOINT)
-        return torch.cat((q_NHD, k_NKD, v_NKD), 1).view(len(q_NHD), -1)
+    def given(self, qkv_NX: Tensor) -> Tensor:
+        """Return queries, keys and values, [N, (H + 2 * K) * D], that a kernel of another library has written."""
+        self.note(_GIVEN)
+        return qkv_NX
 
     def pack(self, weight: Stored, bias_O: Tensor | None) -> CudaProduct:
         """Pack a weight and its bias, and choose the kernels; values in the dtype of activations keep their address."""

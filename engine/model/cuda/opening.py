@@ -37,7 +37,7 @@ try:
     from headrace.engine.model.cuda.drafting.model_opening import OpenModel
     from headrace.engine.model.cuda.drafting.ngram import NgramDrafts
     from headrace.engine.model.cuda.drafting.opening import CudaHead, check_drafts
-    from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, kinds_of, positions_of
+    from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, is_decode, kinds_of, positions_of
     from headrace.engine.model.cuda.runner import CudaRunner
     from headrace.engine.model.cuda.sleep import Weights
     from headrace.ops.cuda.arch import Arch
@@ -213,7 +213,7 @@ def _load_foreign(
     blank: bool,
     drafting: DraftOpening,
 ) -> _Loaded:
-    """Load a model whose layers another library computes into `memory`; of the kernels, it uses those of attention."""
+    """Load a model whose layers another library computes into `memory`; they use our products and attention."""
     ops = cuda_ops(
         model.spec,
         page_size=config.page_size,
@@ -223,9 +223,12 @@ def _load_foreign(
         kv_scales={},
         device=device,
         arch=arch,
-        kernels=kernels._replace(products=()),
+        kernels=kernels,
     )
-    decoder: CudaDecoder = model.open(ops, positions_of, dtype=DTYPE, device=device, empty=memory.empty)
+    decoder: CudaDecoder = model.open(
+        ops, positions_of, dtype=DTYPE, device=device, empty=memory.empty, activations=DTYPE,
+        fuses=is_decode if device.type == "cuda" else None,
+    )  # fmt: skip
     drafting.load(device, memory.empty, blank=blank)
     made = drafting.made(decoder, ops, kernels)
 

@@ -31,7 +31,7 @@ from headrace.ops.cuda.products.packed import CudaProduct, Products
 from headrace.ops.cuda.products.registry import ProductRoom
 from headrace.ops.paged import KvScales
 
-__all__ = ["CudaDecoder", "cuda_ops", "kinds_of", "positions_of"]
+__all__ = ["CudaDecoder", "cuda_ops", "is_decode", "kinds_of", "positions_of"]
 
 _Kernel = TypeVar("_Kernel")
 CudaDecoder: TypeAlias = Network[CudaProduct, CudaStep, CudaKv]
@@ -143,6 +143,11 @@ def _products(
 def positions_of(step: CudaStep) -> Tensor:
     """Return the position of each of a step's tokens, [N]."""
     return step.positions_N if isinstance(step, PrefillStep) else step.inputs.positions_B
+
+
+def is_decode(step: CudaStep) -> bool:
+    """Return whether each row of a step has one token, or few."""
+    return not isinstance(step, PrefillStep)
 
 
 def kinds_of(weights: DecoderWeights) -> list[Kind]:

@@ -1,25 +1,30 @@
-"""The one attention function that transformers' modules call here; knows no cache, no device and no model.
+"""The attention functions that transformers' modules call here; they know no cache, no device and no model.
 
 transformers lets a module's attention be replaced by name (`AttentionInterface`), and the masks that belong to it
-(`AttentionMaskInterface`). What is registered here finds, on the module that calls it, the `Site` that `attach` left
-there. Next to read: tracing.py, which records the calls, and network.py, which answers them.
+(`AttentionMaskInterface`). What is registered here finds, on the module that calls it, what `attach` left there: a
+`Recorder` on modules that are traced (tracing.py), a `Site` on those that run (network.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
-__all__ = ["ATTENTION", "TRACED_ATTENTION", "Call", "Mask", "Site", "attach"]
+__all__ = ["ATTENTION", "TRACED_ATTENTION", "Call", "Mask", "Recorder", "Site", "attach", "uncompiled"]
 
 ATTENTION: Final = "headrace"
 """Name of the attention for modules that run: these make no masks."""
 TRACED_ATTENTION: Final = "headrace-traced"
 """Name of the attention for modules that are traced: their masks are `Mask`."""
 _SITE: Final = "_headrace_site"
+_Function = TypeVar("_Function", bound=Callable[..., object])
+uncompiled: Callable[[_Function], _Function] = torch.compiler.disable  # untyped
+"""Decorator of a function in front of which compiled code (fusing.py) ends, to go on behind it."""
 
 
 class Mask:
@@ -47,25 +52,57 @@ class Call(NamedTuple):
     """All other arguments by name, such as `scaling`."""
 
 
-class Site(Protocol):
-    """Protocol of what answers the calls of one module."""
+class Recorder(Protocol):
+    """Protocol of what answers the calls of modules that are traced."""
 
     def __call__(self, call: Call) -> Tensor:
-        """Return the attention's result, [1, N, H, D of the values]."""
+        """Return something of the shape of the attention's result, [1, N, H, D of the values]."""
         ...
 
 
-def attach(modules: Iterable[nn.Module], site: Site) -> None:
+class Site(Protocol):
+    """Protocol of what attends for one module that runs."""
+
+    def __call__(self, qkv_NX: Tensor, width: int, /) -> Tensor:
+        """Return the attention's result.
+
+        Args:
+            qkv_NX: Rotated queries, rotated keys and values of all heads, side by side: [N, (H + 2 * K) * D].
+            width: H * D, the size of a token's result.
+        """
+        ...
+
+
+def attach(modules: Iterable[nn.Module], site: Recorder | Site) -> None:
     """Let `site` answer the calls that come from any of `modules`."""
     for module in modules:
         setattr(module, _SITE, site)
 
 
-def _attend(
+def _record(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, *_: object, **options: Any
 ) -> tuple[Tensor, None]:
+    recorder: Recorder = getattr(module, _SITE)
+    return recorder(Call(module, query, key, value, attention_mask, options)), None
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+) -> tuple[Tensor, None]:
+    """Put queries, keys and values side by side, which what is compiled (fusing.py) does as it rotates, and attend."""
+    heads, tokens, size = query.shape[1:]
+    of_value = value.shape[3]
+    if of_value < size:
+        value = functional.pad(value, (0, size - of_value))  # pages have one size of heads
+    parts = [part[0].transpose(0, 1) for part in (query, key, value)]
+    o_NX = _attended(module, torch.cat(parts, 1).view(tokens, -1), heads * size)
+    return o_NX.view(1, tokens, heads, size)[..., :of_value], None
+
+
+@uncompiled
+def _attended(module: nn.Module, qkv_NX: Tensor, width: int) -> Tensor:
     site: Site = getattr(module, _SITE)
-    return site(Call(module, query, key, value, attention_mask, options)), None
+    return site(qkv_NX, width).to(qkv_NX.dtype)
 
 
 def _traced_mask(*_: object, mask_function: Callable[..., Tensor], **__: object) -> Mask:
@@ -73,5 +110,5 @@ def _traced_mask(*_: object, mask_function: Callable[..., Tensor], **__: object)
 
 
 AttentionInterface.register(ATTENTION, _attend)
-AttentionInterface.register(TRACED_ATTENTION, _attend)
+AttentionInterface.register(TRACED_ATTENTION, _record)
 AttentionMaskInterface.register(TRACED_ATTENTION, _traced_mask)

@@ -109,6 +109,7 @@ class FallbackModel(ForeignModel):
         device: torch.device,
         empty: Empty | None = None,
         activations: torch.dtype | None = None,
+        fuses: Callable[[Step], bool] | None = None,
     ) -> FallbackDecoder[Packed, Step, Kv]:
         """Load the weights and return the model, whose weights are in tensors of `empty` if it is given.
 
@@ -120,7 +121,9 @@ class FallbackModel(ForeignModel):
         else:
             module = moved(module, device, empty)
         preferred = activations if self.packs else None
-        return FallbackDecoder(self._spec, module, self.traced.modules, ops, positions, activations=preferred)
+        return FallbackDecoder(
+            self._spec, module, self.traced.modules, ops, positions, activations=preferred, fuses=fuses
+        )
 
     def reload(self, *, dtype: torch.dtype, device: torch.device, empty: Empty) -> None:
         """Read the weights once more into the tensors of `empty`."""

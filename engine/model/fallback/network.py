@@ -8,6 +8,7 @@ values, which the module has rotated, to the device's operations, which store an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Generic
 
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from headrace.engine.model.fallback.fusing import FusedLayers
 from headrace.engine.model.fallback.head import split_head
-from headrace.engine.model.fallback.interface import Call, attach
+from headrace.engine.model.fallback.interface import attach
 from headrace.engine.model.fallback.products import pack_products
 from headrace.engine.model.network.foreign import ForeignOps
 from headrace.engine.model.network.operations import BlockOps, Kv, Packed, Step
@@ -40,19 +42,11 @@ class _Layer(Generic[Packed, Step, Kv]):
     def __init__(self, number: int, mixer: MixerSpec, ops: ForeignOps[Packed, Step, Kv], now: _Now[Step, Kv]) -> None:
         self._number, self._mixer, self._ops, self._now = number, mixer, ops, now
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, qkv_NX: Tensor, _width: int) -> Tensor:
         """Store the keys and values of all tokens, and attend over the pages of their rows."""
         steps, kv = self._now.steps, self._now.kv
         assert steps is not None and kv is not None
-        _, heads, tokens, size = call.q_1HND.shape
-        v_1KND, of_value = call.v_1KND, call.v_1KND.shape[3]
-        if of_value < size:
-            v_1KND = functional.pad(v_1KND, (0, size - of_value))  # pages have one size of heads
-        parts = (part[0].transpose(0, 1) for part in (call.q_1HND, call.k_1KND, v_1KND))
-        qkv_NX = self._ops.side_by_side(*parts)
-        o_NX = self._ops.attend_with(qkv_NX, None, steps[self._mixer], kv, self._number)
-        o_1NHD = o_NX.to(call.q_1HND.dtype).view(1, tokens, heads, size)
-        return o_1NHD[..., :of_value]
+        return self._ops.attend_with(self._ops.given(qkv_NX), None, steps[self._mixer], kv, self._number)
 
 
 class FallbackDecoder(Generic[Packed, Step, Kv]):
@@ -69,6 +63,7 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
         positions: Callable[[Step], Tensor],
         *,
         activations: torch.dtype | None = None,
+        fuses: Callable[[Step], bool] | None = None,
     ) -> None:
         """Take over `model`.
 
@@ -80,12 +75,14 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
             positions: Returns the position of each of a step's tokens, [N].
             activations: Dtype that the device prefers for activations, to give it the module's products; None leaves
                 these to torch.
+            fuses: Returns whether layers are to be compiled in a step; None where they never are.
         """
         self.spec: Final = spec
         self.model = model
         self.base, self._head = split_head(model, has_head=spec.has_head)
         if activations is not None:
             pack_products(model, self.base, ops[spec.layers[0].mixer], activations)
+        self._fuses, self._fused = fuses, None if fuses is None else self._compiled(modules)
         self._positions, self._kind = positions, spec.layers[0].mixer
         self._now: _Now[Step, Kv] = _Now()
         for number, (name, layer) in enumerate(zip(modules, spec.layers, strict=True)):
@@ -106,7 +103,8 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
             positions_N = functional.pad(positions_N, (0, len(tokens_N) - len(positions_N)))
         self._now.steps, self._now.kv = steps, kv
         try:
-            found = self.base(input_ids=tokens_N.long()[None], position_ids=positions_N[None], use_cache=False)
+            with self._layers_of(steps[self._kind]):
+                found = self.base(input_ids=tokens_N.long()[None], position_ids=positions_N[None], use_cache=False)
         finally:
             self._now.steps = self._now.kv = None
         hidden_NE: Tensor = found.last_hidden_state[0]
@@ -118,3 +116,14 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
         """Return float32 logits [S, V] by the model's own head, which rounds them to the module's dtype."""
         assert adapted is None and self._head is not None
         return self._head(hidden_SE[None])[0].float()
+
+    def _compiled(self, modules: tuple[str, ...]) -> FusedLayers | None:
+        """Return the layers compiled; None where they cannot be, or compute something else then."""
+        layers = FusedLayers(self.base, modules)
+        return layers if layers.agree() else None
+
+    def _layers_of(self, step: Step) -> AbstractContextManager[None]:
+        """Return a context in which the layers are compiled, if they are to be in `step`."""
+        if self._fused is None or self._fuses is None or not self._fuses(step):
+            return nullcontext()
+        return self._fused.used()

@@ -11,6 +11,7 @@ from typing import Generic
 import torch
 from torch import Tensor, nn
 
+from headrace.engine.model.fallback.interface import uncompiled
 from headrace.engine.model.network.foreign import ForeignOps
 from headrace.engine.model.network.operations import Kv, Packed, ReadableHead, Step
 from headrace.ops.formats import Stored
@@ -29,6 +30,7 @@ class _Product(nn.Module, Generic[Packed, Step, Kv]):
         bias_O = None if linear.bias is None else linear.bias.detach()
         self.packed = ops.pack(Stored.from_dense(linear.weight.detach()), bias_O)
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b for inputs of any shape [..., in], in their dtype."""
         y_NO = self._ops.linear(x.reshape(-1, x.shape[-1]), self.packed, 0, _SITE)
@@ -74,7 +76,7 @@ def pack_products(
         base: The module without its head.
         ops: The operations of the device.
         activations: Dtype that the device prefers for activations. A module all of whose matrices are packed or are
-            embeddings takes it; any other keeps its own.
+            embeddings takes it; any other keeps its own. What the module keeps in a wider dtype stays as it is.
     """
     tables = {getattr(owner, name).weight: type(getattr(owner, name)) for owner, name in _places(base, nn.Embedding)}
     dtype = next(iter(tables)).dtype
@@ -84,7 +86,7 @@ def pack_products(
         linear = getattr(owner, name)
         if tables.get(linear.weight, nn.Embedding) is not nn.Embedding:
             roundings.append((owner, name))  # a table that does more than look up is needed as it is
-        elif type(linear) is nn.Linear:
+        elif type(linear) is nn.Linear and _fits(linear.weight, activations):
             product = _Product(ops, linear)
             if linear.weight in tables and isinstance(product.packed, ReadableHead):
                 heads[linear.weight] = product.packed
@@ -97,8 +99,13 @@ def pack_products(
         table = getattr(owner, name)
         setattr(owner, name, _Rows(heads.get(table.weight, table), activations))
     for parameter in _parameters(model, base):
-        if parameter not in tables:
+        if parameter not in tables and _fits(parameter, activations):
             parameter.data = parameter.data.to(activations)
+
+
+def _fits(parameter: Tensor, activations: torch.dtype) -> bool:
+    """Return whether a dtype holds the numbers of a parameter."""
+    return torch.promote_types(parameter.dtype, activations) == activations
 
 
 def _parameters(*roots: nn.Module) -> list[nn.Parameter]:

@@ -60,8 +60,8 @@ class Network(Protocol[_Packed, _Step, _Kv]):
 class ForeignOps(DeviceOps[Packed, _UsedStep, _UsedKv], Protocol[Packed, _UsedStep, _UsedKv]):
     """Protocol of a device's operations for layers that another library computes."""
 
-    def side_by_side(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        """Return queries, keys and values, computed elsewhere, as `attend_with` takes them: [N, (H + 2 * K) * D]."""
+    def given(self, qkv_NX: Tensor) -> Tensor:
+        """Return queries, keys and values, [N, (H + 2 * K) * D], computed by others, as `attend_with` takes them."""
         ...
 
 
@@ -92,6 +92,7 @@ class ForeignModel(ABC):
         device: torch.device,
         empty: Empty | None = None,
         activations: torch.dtype | None = None,
+        fuses: Callable[[Step], bool] | None = None,
     ) -> Network[Packed, Step, Kv]:
         """Load the weights and return the model.
 
@@ -103,6 +104,7 @@ class ForeignModel(ABC):
             empty: Makes all tensors of weights, always in the same order; None leaves them where they were read.
             activations: Dtype that the device prefers for activations, if it is to compute products where it can; None
                 leaves them to the module.
+            fuses: Returns whether the layers are to be compiled in a step, if they can be; None where they never are.
 
         Raises:
             ModelRejected: The weights cannot be used.
