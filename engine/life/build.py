@@ -25,6 +25,7 @@ from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.cpu.opening import open_cpu
 from headrace.engine.model.drafting.draft_model import DraftSource, open_draft_model, refused_as_draft
+from headrace.engine.model.drafting.heads.vocabulary import check_tokenizer
 from headrace.engine.model.encoder.opening import open_encoder
 from headrace.engine.model.encoder.spec import encoder_from_hf, is_encoder
 from headrace.engine.model.experts import routing_of
@@ -117,6 +118,7 @@ def _open(config: EngineConfig) -> Opened:
             tokenizer = _NoTokenizer() if source == "random" else Tokenizer.from_folder(path)
         recommended = _recommended(config, source)
         draft = files.enter_context(open_draft_model(config, spec, tokenizer.table, _read_table))
+        check_tokenizer(config, tokenizer.table, _read_table)
         device = _open_device(config, spec, source if foreign is None else foreign, draft)
     embedding = None
     if "pooling" in device.abilities:

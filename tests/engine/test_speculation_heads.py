@@ -23,9 +23,11 @@ from drafting_engines import (
     gemma4_folder,
     told,
 )
+from gguf_families import random_model, write_gguf
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tiny_models import chat_folder
+from tokenizer_files import byte_metadata
 
 from headrace.engine import DeviceUnavailable, Engine, InvalidParams, ModelRejected, SamplingParams
 from headrace.engine.model.cpu.drafts import CpuDrafts
@@ -364,6 +366,38 @@ def test_heads_that_do_not_fit_are_refused_at_opening(model: Path, tmp_path: Pat
             anyio.run(lambda of=speculation: open_with(model, of))
     with pytest.raises(InvalidParams, match="only a model folder with weights holds a module that drafts"):
         anyio.run(lambda: open_with(model, Mtp(), load_format="random"))
+
+
+def gguf_like(model: Path, path: Path) -> Path:
+    """Write a GGUF file whose tokens are those of a folder by `chat_folder`, but for the name of the special one."""
+    letters = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens, end = [*sorted(letters, key=letters.get), "he"], len(letters)  # merges give it
+    kinds = [1] * end + [3]
+    fields = byte_metadata(tokens=tokens, token_type=kinds, merges=["h e"], bos_token_id=end, eos_token_id=end)
+    made = random_model("llama", vocab_size=len(tokens), hidden_size=SIZE, num_hidden_layers=2)
+    write_gguf(made, path, lambda metadata, _: metadata.update(fields))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["folder", "GGUF file"])
+def test_a_head_with_another_tokenizer_is_refused_by_an_id(kind: str, model: Path, tmp_path: Path) -> None:
+    target = gguf_like(model, tmp_path / "model.gguf") if kind == "GGUF file" else model
+    torch.manual_seed(3)
+    head = fit(EagleHead()).write(tmp_path / "head")
+    path = head / "tokenizer.json"
+    written = json.loads((model / "tokenizer.json").read_text())
+    letters = written["model"]["vocab"]
+    written["added_tokens"][0]["content"] = "<|stop|>"  # special tokens may have other names
+    path.write_text(json.dumps(written))
+    anyio.run(open_with, target, Eagle(head))
+    for changes, why in (
+        ({"A": letters["B"], "B": letters["A"]}, rf"head reads the id {letters['A']} as 'B', the model as 'A': it has"),
+        ({"A": "one"}, "the draft head .*head cannot be used: "),
+    ):
+        path.write_text(json.dumps(written | {"model": written["model"] | {"vocab": letters | changes}}))
+        with pytest.raises(ModelRejected, match=rf"speculation\.path: {why}") as caught:
+            anyio.run(open_with, target, Eagle(head))
+        assert caught.value.field == "speculation.path"
 
 
 def test_heads_can_be_named_by_text(model: Path, tmp_path: Path) -> None:

@@ -118,14 +118,14 @@ def open_draft_model(
 
 
 @contextmanager
-def refused_as_draft(path: str) -> Iterator[None]:
-    """Say of each `ModelRejected` in the block that it is about the draft model at `path`."""
+def refused_as_draft(path: str, what: str = "draft model") -> Iterator[None]:
+    """Say of each `ModelRejected` in the block that it is about the draft model, or the `what`, at `path`."""
     try:
         yield
     except ModelRejected as error:
         if error.field == _PATH:
             raise
-        told = f"{_PATH}: the draft model {path} cannot be used: {error}"
+        told = f"{_PATH}: the {what} {path} cannot be used: {error}"
         raise ModelRejected(told, field=_PATH, value=path, limit=error.limit) from error
 
 
@@ -156,13 +156,13 @@ def _opened(config: EngineConfig, asked: DraftModel, files: ExitStack) -> DraftS
 
 
 def check_vocabularies(name: str, table: TokenTable, target: TokenTable) -> None:
-    """Refuse a draft model whose ids stand for other tokens than the target's.
+    """Refuse a draft model or a draft head whose ids stand for other tokens than the target's.
 
     One of the two may have more tokens than the other, and special tokens may have other names, as models do that were
     trained further: drafts are verified, so such a token costs a draft at most.
 
     Args:
-        name: Name of the draft model.
+        name: Name of the draft model or of the head.
         table: Its tokens.
         target: Tokens of the model that it is to draft for.
 

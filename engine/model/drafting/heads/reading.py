@@ -24,7 +24,7 @@ from headrace.engine.model.drafting.heads.medusa_names import is_medusa, read_me
 from headrace.engine.model.drafting.heads.mtp import read_mtp
 from headrace.engine.model.drafting.heads.spec import HeadSpec, RecurrentSpec
 from headrace.engine.model.drafting.heads.speculators import is_speculators, read_speculators
-from headrace.engine.model.drafting.heads.vocabulary import check_tokenizers, read_map
+from headrace.engine.model.drafting.heads.vocabulary import read_map
 from headrace.engine.model.families.registry import read_hf_config
 from headrace.engine.model.spec import DecoderSpec
 
@@ -45,13 +45,12 @@ class HeadFiles:
 
 
 @contextmanager
-def open_head(folder: Path, target: DecoderSpec, target_folder: Path | None = None) -> Iterator[HeadFiles]:
+def open_head(folder: Path, target: DecoderSpec) -> Iterator[HeadFiles]:
     """Yield the checked checkpoint of a head of EAGLE, EAGLE-3 (also in the speculators format) or Medusa.
 
     Args:
         folder: The folder of the head: a config.json, and weights in safetensors.
         target: The model that the head is to draft for.
-        target_folder: Folder of the model, whose tokenizer has to be that of the head if both have one.
 
     Raises:
         ModelRejected: The folder holds no such head, one in pickles, one of another target, hidden size or vocabulary,
@@ -60,8 +59,6 @@ def open_head(folder: Path, target: DecoderSpec, target_folder: Path | None = No
     single = next((name for name in (SINGLE_FILE, _MEDUSA_FILE) if (folder / name).exists()), SINGLE_FILE)
     if not (folder / single).exists() and not (folder / INDEX_FILE).exists():
         _refuse_folder(folder)
-    if target_folder is not None:
-        check_tokenizers(folder, target_folder)
     with SafetensorsFolder(folder, single) as files:
         spec = _read(read_hf_config(folder), files.shapes, target, folder.name)
         yield _checked(files, spec)

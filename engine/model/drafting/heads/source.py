@@ -80,7 +80,7 @@ def _opened(asked: Eagle | Medusa | Mtp, target: DecoderSpec, folder: Path | Non
         assert folder is not None
         opened = open_mtp(folder, target)
     else:
-        opened = open_head(Path(asked.path).expanduser(), target, folder)
+        opened = open_head(Path(asked.path).expanduser(), target)
     with opened as found:
         yield found
 

@@ -1,23 +1,26 @@
-"""The vocabulary of a draft head against that of its target: maps between ids, and tokenizers that have to be equal."""
+"""The vocabulary of a draft head against that of its target: maps between ids, and tokenizers that have to agree."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from headrace.adapters.untrusted import read_object, refuse
+from headrace.engine.config import EngineConfig
 from headrace.engine.model.checkpoint.found import refuse_tensor
+from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.drafting.draft_model import check_vocabularies, refused_as_draft
 from headrace.engine.model.drafting.heads.spec import RecurrentSpec
+from headrace.engine.speculation import Eagle, Medusa
+from headrace.engine.tokens.token_table import TokenTable
 
-__all__ = ["check_tokenizers", "read_map"]
+__all__ = ["check_tokenizer", "read_map"]
 
 _TOKENIZER: Final = "tokenizer.json"
-_TOKENIZER_BYTES: Final = 64 << 20
 _INTEGERS: Final = (torch.int64, torch.int32)
 
 
@@ -60,44 +63,25 @@ def _told(files: SafetensorsFolder, name: str) -> str:
     return f"{files.dtype(name)} {list(files.shapes[name])}"
 
 
-def check_tokenizers(head: Path, target: Path) -> None:
-    """Refuse a head whose folder has a tokenizer that gives other ids to tokens than the target's.
+def check_tokenizer(
+    config: EngineConfig, table: TokenTable, read_table: Callable[[GgufFile | Path], TokenTable]
+) -> None:
+    """Refuse the draft head that `config` names if its folder has a tokenizer whose ids stand for other tokens.
 
-    Nothing is compared where one of the folders has no tokenizer.json: heads mostly come without one.
+    Nothing is compared where the head comes without a tokenizer.json, as most do, or the model without a tokenizer.
+
+    Args:
+        config: Options of the engine.
+        table: Tokens of the model that is to be drafted for; empty if it has no tokenizer.
+        read_table: Returns the tokens of a folder.
 
     Raises:
-        ModelRejected: The vocabularies differ, or a tokenizer.json is damaged.
+        ModelRejected: An id stands for two tokens, or the tokenizer of the head cannot be used.
     """
-    paths = head / _TOKENIZER, target / _TOKENIZER
-    if not all(path.is_file() for path in paths) or head.resolve() == target.resolve():
+    asked = config.speculation
+    if not isinstance(asked, Eagle | Medusa) or not table.pieces:
         return
-    own, wanted = map(_vocabulary, paths)
-    for token in own.keys() | wanted.keys():
-        if own.get(token) != wanted.get(token):
-            _refuse_token(head, token, own.get(token), wanted.get(token))
-
-
-def _refuse_token(head: Path, token: str, own: int | None, wanted: int | None) -> NoReturn:
-    limit = "no such token" if wanted is None else wanted
-    refuse(f"{head.name}/{_TOKENIZER}", f"the id of the token {token!r}", own, f"{limit}, as in the target's tokenizer")
-
-
-def _vocabulary(path: Path) -> dict[str, int]:
-    """Return the ids of a tokenizer.json by their tokens."""
-    data = read_object(path, _TOKENIZER_BYTES)
-    model = data.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
-    found: dict[str, int] = {}
-    if isinstance(vocabulary, Mapping):
-        found.update((str(token), number) for token, number in vocabulary.items() if isinstance(number, int))
-    elif isinstance(vocabulary, list):  # pieces with scores, in the order of their ids
-        found.update(
-            (str(each[0]), number) for number, each in enumerate(vocabulary) if isinstance(each, list) and each
-        )
-    else:
-        refuse(path.name, "model.vocab", None, "the tokens with their ids")
-    added = data.get("added_tokens")
-    for each in added if isinstance(added, list) else ():
-        if isinstance(each, Mapping) and isinstance(each.get("id"), int):
-            found[str(each.get("content"))] = int(each["id"])
-    return found
+    folder = Path(asked.path).expanduser()
+    if (folder / _TOKENIZER).is_file():
+        with refused_as_draft(str(asked.path), "draft head"):
+            check_vocabularies(folder.name, read_table(folder), table)
