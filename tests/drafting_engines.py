@@ -27,6 +27,7 @@ __all__ = [
     "fit",
     "gemma4_folder",
     "small_folder",
+    "talk",
     "told",
 ]
 
@@ -88,6 +89,25 @@ async def ask_all(engine: Engine, asked: Sequence[dict[str, Any]] = ASKED) -> li
         for index in range(len(asked)):
             group.start_soon(one, index)
     return [found[index] for index in range(len(asked))]
+
+
+async def talk(engine: Engine) -> list[list[int]]:
+    """The tokens of conversations of two turns, and of streams that fork after some tokens."""
+    heard: list[list[int]] = []
+    for seed in range(3):
+        params = SamplingParams(temperature=1.2, seed=seed, max_tokens=30, stop=["e", "a", "i"])
+        async with engine.stream("once upon a time", params) as stream:
+            heard.append([token.id async for token in stream])
+            await stream.send(" and then")
+            heard.append([token.id async for token in stream])
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=40, ignore_eos=True)
+        async with engine.stream("once upon", params) as stream:
+            for _ in range(5 * seed + 1):
+                await anext(stream)
+            async with stream.fork(seed=seed) as branch:
+                heard.append([token.id async for token in branch])
+            heard.append([token.id async for token in stream])
+    return heard
 
 
 def told(answers: Sequence[Completion]) -> list[Any]:

@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
-from drafting_engines import small_folder
+from drafting_engines import small_folder, talk
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -200,22 +200,6 @@ def test_drafts_are_the_greedy_continuation_of_the_draft_model(
 def test_turns_and_forks_carry_what_the_draft_model_has_read(
     model: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def talk(engine: Engine) -> list[Any]:
-        heard: list[Any] = []
-        for seed in range(3):
-            params = SamplingParams(temperature=1.2, seed=seed, max_tokens=30, stop=["e", "a", "i"])
-            async with engine.stream("once upon a time", params) as stream:
-                heard.append([token.id async for token in stream])
-                await stream.send(" and then")
-                heard.append([token.id async for token in stream])
-            async with engine.stream("once upon", SamplingParams(temperature=1.0, seed=seed, max_tokens=40)) as stream:
-                for _ in range(5 * seed + 1):
-                    await anext(stream)
-                async with stream.fork(seed=seed) as branch:
-                    heard.append([token.id async for token in branch])
-                heard.append([token.id async for token in stream])
-        return heard
-
     async def run(**more: Any) -> list[Any]:
         async with Engine(model, **options(**more)) as engine:
             return await talk(engine)

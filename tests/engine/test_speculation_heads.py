@@ -21,9 +21,11 @@ from drafting_engines import (
     chained_folder,
     fit,
     gemma4_folder,
+    talk,
     told,
 )
 from gguf_families import random_model, write_gguf
+from mtp_models import LAYERS, with_module
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tiny_models import chat_folder
@@ -139,6 +141,41 @@ def test_an_engine_drafts_what_the_definition_says(
     assert len(filled) > 50 and len(filled) >= 0.9 * len(drafts)
     for tokens, each in filled[::3]:
         assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each)), tokens
+
+
+@native
+@pytest.mark.parametrize("name", [*HEADS, "MTP"])
+def test_turns_and_forks_carry_what_a_head_has_read(
+    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the last entry of a page that another branch goes on from with another token."""
+    import transformers
+
+    torch.manual_seed(3)
+    if name == "MTP":
+        model = chat_folder(tmp_path / "model")
+        reference, head = with_module("GLM-4.5", model, vocab_size=257, max_position_embeddings=512)
+        speculation, layers = Mtp(k=3), LAYERS
+    else:
+        make, method = HEADS[name]
+        reference = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        head, layers = fit(make()), None
+        speculation = method(head.write(tmp_path / "head"), k=3)
+
+    async def run(**more: Any) -> list[list[int]]:
+        async with Engine(model, **options(**more)) as engine:
+            return await talk(engine)
+
+    alone = anyio.run(run)
+    always_deep(monkeypatch)
+    drafts = recorded(monkeypatch)
+    assert anyio.run(lambda: run(speculation=speculation)) == alone
+    filled = [(ask.work.request.tokens[: ask.length], each) for ask, each in drafts if each]
+    assert len(filled) > 50 and len(filled) >= 0.9 * len(drafts)
+    right = [
+        each == head.drafts(states_of(reference, tokens, layers), tokens[1:], len(each)) for tokens, each in filled[::4]
+    ]
+    assert sum(right) >= 0.92 * len(right)
 
 
 def deep_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
