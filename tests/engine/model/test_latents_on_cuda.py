@@ -7,6 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 from emulated_cuda import emulated
+from gpu import drafting
 from gpu.checkpoints import kv_bytes
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
@@ -16,6 +17,7 @@ from gpu.test_resize import check_resizing, opened_on
 from headrace.engine.bench.shapes import SHAPES
 from headrace.engine.model.cuda.listed import list_kernels
 from headrace.engine.model.families.registry import from_hf
+from headrace.engine.stats import EngineStats
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.attention.shape import HeadShape
 from headrace.ops.cuda.kernels import KERNELS
@@ -82,6 +84,22 @@ def test_chunks_beside_decodes_and_pages_that_run_out(folder: Path, judge: Judge
     with emulated():
         outputs = anyio.run(run)
     judge.check(outputs, "chunks and preemption")
+
+
+@pytest.mark.parametrize("name", ["deepseek v3", FAMILY])
+def test_ngrams_change_nothing(name: str, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a row repeats itself, several lines attend to the latent vectors of one row."""
+    drafting.random_depths(monkeypatch, 1)
+    asked = [{"ignore_eos": True}] * 4
+
+    def check(stats: EngineStats) -> None:
+        assert stats.drafted_tokens > 40 and 0 < stats.accepted_tokens < stats.drafted_tokens
+
+    with emulated() as gpu:
+        (found,) = drafting.run(zoo.folder(name), "cuda", asked, count=30, check=check, **drafting.SPECULATING)
+    assert gpu.launches["_ngram_kernel"] > 10 and gpu.launches["_latent_decode_kernel"] > 10
+    outputs = [Output(each.prompt_token_ids, each.choices[0].token_ids) for each in found]
+    Judge(zoo.folder(name), "cpu").check(outputs, f"{name} with drafts")
 
 
 def test_tokens_do_not_depend_on_how_pages_come_and_go(zoo: Zoo) -> None:
