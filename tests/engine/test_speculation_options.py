@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import anyio
 import numpy as np
 import pytest
 from adapter_folders import lora_folder
+from drafting_engines import small_folder
 from speculating import (
     EVERY_OPTION,
     Answers,
@@ -28,7 +30,8 @@ from tiny_models import chat_folder
 from headrace.engine import Engine, SamplingParams
 from headrace.engine.intake import requests
 from headrace.engine.model.cpu.adapters import CpuBank
-from headrace.engine.speculation import Ngram
+from headrace.engine.scheduling.speculation.depth import DepthRule
+from headrace.engine.speculation import DraftModel, Ngram, Speculation
 from headrace.engine.testing import no_pages_held
 from headrace.ops.cpu.shape import Shaper
 
@@ -94,6 +97,29 @@ def test_no_option_notices_drafts(
     assert counts.drafted_tokens > 100
     assert wrong or counts.accepted_tokens > 0.8 * counts.drafted_tokens
     assert wrong < 1 or counts.accepted_tokens < 0.1 * counts.drafted_tokens  # what a grammar forces is right
+
+
+@native
+@pytest.mark.parametrize("drafter", ["n-grams", "random", "draft model"])
+def test_no_option_notices_who_drafts(
+    drafter: str,
+    model: Path,
+    worn: dict[str, Path],
+    alone: Answers,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    speculation: Speculation = Ngram(k=4, longest=2)
+    if drafter == "draft model":
+        speculation = DraftModel(small_folder(tmp_path / "draft"), k=4)
+    if drafter == "random":
+        chance = random.Random(7)
+        guess_by(monkeypatch, lambda tokens, most: chance.choices(range(257), k=most), random_depths(4))
+    monkeypatch.setattr(DepthRule, "choose", random_depths(4))
+    more = {"speculation": speculation, "launch_ahead": 4, "page_size": 4}
+    found, counts = anyio.run(lambda: serve(model, worn, rounds=2, **more))
+    assert all(each == told(alone) for each in found)
+    assert counts.drafted_tokens > 100 and 0 < counts.accepted_tokens < counts.drafted_tokens
 
 
 TIGHT: dict[str, dict[str, Any]] = {
