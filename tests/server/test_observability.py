@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,13 @@ from hypothesis import strategies as st
 from leftovers import Threads
 from prometheus_client.parser import text_string_to_metric_families
 from serving import CAPACITY, Serving, check_error, events_of, scripted, serving, until
+from speculating import always, guess_by
 from starlette.testclient import TestClient
 
+from headrace.engine import Engine, SamplingParams
 from headrace.engine.bench.host.fake_device import FakeEngine
 from headrace.engine.scheduling.plan import Capacity
+from headrace.engine.speculation import Ngram
 from headrace.engine.steps.flights import Meter
 from headrace.engine.testing import ScriptedRunner
 from headrace.server import ServerSettings, create_app
@@ -135,6 +138,33 @@ def test_the_counts_are_those_of_what_was_asked() -> None:
         assert 0 < found["headrace:time_to_first_token_seconds_sum"] < found["headrace:request_latency_seconds_sum"]
         assert found["headrace:inter_token_latency_seconds_count"] >= 18 + 8 - 6  # all but those that came merged first
         assert found["headrace:steps_total"] >= 10 and found["headrace:device_busy_seconds_total"] > 0.01
+
+
+def test_drafts_are_counted_by_their_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the four drafts of each run none, the first one, two, three and all are right in turn."""
+    known: list[int] = []
+
+    def guess(tokens: Sequence[int], most: int) -> list[int]:
+        right = [0, 1, 3, 6, 10].index((len(tokens) - 3) % 15)  # places of runs behind a prompt of two, and a token
+        return [(id + (ahead >= right)) % 256 for ahead, id in enumerate(known[len(tokens) :][:most])]
+
+    guess_by(monkeypatch, guess, always(4))
+    options: dict[str, Any] = {"device": "cpu", "cpu_threads": 1, "kv_memory": "1MiB"}
+    engine = Engine(tiny_models.chat_folder(tmp_path), launch_ahead=1, speculation=Ngram(k=4), **options)
+    asked: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 61}
+    with serving(engine) as server:
+        plain = server.portal.call(engine.generate, "go", SamplingParams(**asked, speculate=False))
+        known += plain.prompt_token_ids + plain.choices[0].token_ids
+        found = server.portal.call(engine.generate, "go", SamplingParams(**asked))
+        assert found.choices == plain.choices
+        stats = server.stats()
+        assert (stats.draft_runs, stats.drafted_tokens, stats.accepted_tokens) == (20, 80, 40)
+        assert stats.accepted_by_position == (16, 12, 8, 4)
+        assert stats.speculation_depth == 4 and stats.mean_accepted_length == 60 / 20
+        places = {f"num_accepted_tokens_per_pos_total{{position={at}}}": 16 - 4 * at for at in range(4)}
+        totals = {"num_drafts_total": 20, "num_draft_tokens_total": 80, "num_accepted_tokens_total": 40, "depth": 4}
+        shown = {f"spec_decode_{name}": count for name, count in (places | totals).items()}
+        shows(server, shown | {"generation_tokens_total": 2 * 61})
 
 
 def test_the_device_is_in_use_while_a_step_is_in_flight_and_requests_hold_memory() -> None:
