@@ -171,7 +171,7 @@ def test_turns_and_forks_carry_what_a_head_has_read(
     drafts = recorded(monkeypatch)
     assert anyio.run(lambda: run(speculation=speculation)) == alone
     filled = [(ask.work.request.tokens[: ask.length], each) for ask, each in drafts if each]
-    assert len(filled) > 50 and len(filled) >= 0.9 * len(drafts)
+    assert len(filled) == len(drafts) > 50
     right = [
         each == head.drafts(states_of(reference, tokens, layers), tokens[1:], len(each)) for tokens, each in filled[::4]
     ]
