@@ -27,6 +27,7 @@ from headrace.engine.life.opened import Opened
 from headrace.engine.life.progress import Watcher, watched
 from headrace.engine.life.serving import Parts, Serving
 from headrace.engine.scheduling.memory.host_pages import HostPages
+from headrace.engine.scheduling.plan import FixedDepths
 from headrace.engine.scheduling.policies import policy_of
 from headrace.engine.scheduling.runner_memory import Swapping
 from headrace.engine.scheduling.scheduler import Scheduler
@@ -105,8 +106,9 @@ class Lifespan:
         config = self._config
         speculation = None
         if config.speculation is not None:
-            padded = opened.info.device != "cpu"  # a graph computes the same lines whatever they hold
-            speculation = Speculation(config.speculation.k, padded=padded)
+            runner = opened.runner
+            depths = runner.draft_depths if isinstance(runner, FixedDepths) else None
+            speculation = Speculation(config.speculation.k, depths=depths)
         scheduler = Scheduler(
             opened.capacity,
             secret=os.urandom(32),

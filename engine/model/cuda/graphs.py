@@ -182,10 +182,9 @@ class DecodeGraphs:
     def capture(self, *, contexts: Sequence[int], variants: Sequence[Variant]) -> None:
         """Capture the graphs of every bucket for attention over each of `contexts` tokens, and each of `variants`."""
         for size in reversed(self._buckets):  # the largest first: the pool's memory serves the others
-            for context, variant, depth in itertools.product(contexts, variants, (0, *self._depths)):
-                if depth == self._depth(size, depth):
-                    for key in _keys(size, self._way(size, context, depth), variant, depth=depth):
-                        self._graph(key)
+            for context, variant, depth in itertools.product(contexts, variants, (0, *self.draft_depths(size))):
+                for key in _keys(size, self._way(size, context, depth), variant, depth=depth):
+                    self._graph(key)
 
     def keys(self, decodes: Decodes, variant: Variant | None) -> list[Key]:
         """Return the keys of the graphs that make up one step of `decodes`, the rows of `DeviceRows.batch_R`.
@@ -194,8 +193,9 @@ class DecodeGraphs:
         one. Without a variant, no token is chosen.
         """
         bucket = self._bucket_of[len(decodes.rows)]
-        depth = 0 if variant is None else self._depth(bucket, max(decodes.drafts, default=0))
-        use = NO_USE
+        depth, use = 0, NO_USE
+        if variant is not None and self._drafts is not None:
+            depth = self._drafts.depth_of(max(decodes.drafts, default=0), bucket)
         if self._bank is not None:
             use = self._bank.use_of(np.repeat(self._rows.slots[decodes.rows], depth + 1))
         return _keys(bucket, self._way(bucket, decodes.mean_context, depth), variant, use, depth)
@@ -232,6 +232,10 @@ class DecodeGraphs:
         assert self._drafts is not None
         return self._drafts.send(rows, key.bucket, key.depth, self._inputs.of(key.lines))
 
+    def draft_depths(self, rows: int) -> list[int]:
+        """Return the depths above 0 of the graphs for steps of `rows` rows, in rising order."""
+        return [] if self._drafts is None else self._drafts.depths(self._bucket_of[rows])
+
     def close(self) -> None:
         """Drop all graphs; none may be running."""
         for graph in self._graphs.values():
@@ -255,10 +259,6 @@ class DecodeGraphs:
             return self._line_ways.at(bucket * (depth + 1), context).name, False
         names = [each.at(bucket, context).name for each in self._ways.values()]
         return names[0] if len(set(names)) == 1 else "+".join(names), False
-
-    def _depth(self, bucket: int, wanted: int) -> int:
-        """Return the depth of the graph for a step of `bucket` rows with up to `wanted` drafts each."""
-        return 0 if self._drafts is None else self._drafts.depth_of(wanted, bucket)
 
     def _graph(self, key: Key) -> _Graph:
         graph = self._graphs.get(key)

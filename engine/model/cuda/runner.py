@@ -193,6 +193,10 @@ class CudaRunner:
         self._turn += 1
         return step
 
+    def draft_depths(self, rows: int) -> list[int]:
+        """Return the depths above 0 of the graphs for steps of `rows` decodes, in rising order."""
+        return self._graphs.draft_depths(rows)
+
     @property
     def most_pages(self) -> int:
         """Largest number of pages for `resize`."""

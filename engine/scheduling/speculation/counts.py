@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -21,17 +22,17 @@ class Speculation:
         most: int,
         choose: Callable[[int, int], int] | None = None,
         *,
-        padded: bool = False,
+        depths: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         """Begin without counts.
 
         Args:
             most: Most drafts of a row in one step.
             choose: Takes the place of `DepthRule.choose`, for tests.
-            padded: Whether the device computes as many tokens for a row without drafts as for others.
+            depths: `FixedDepths.draft_depths` of the runner; None if it computes the drafts that there are.
         """
-        self._padded = padded
-        self.rule = DepthRule(most, padded=padded)
+        self._depths = depths
+        self.rule = DepthRule(most, padded=depths is not None)
         self.runs = 0
         """Number of rows of steps that verified drafts."""
         self.drafted = 0
@@ -54,7 +55,10 @@ class Speculation:
         if not contexts:
             return 0
         fits = (most_tokens - len(running)) // (2 * len(contexts))
-        return max(0, min(self._choose(len(contexts), sum(contexts) // len(contexts)), fits))
+        depth = self._choose(len(contexts), sum(contexts) // len(contexts))
+        if depth <= fits or self._depths is None:
+            return max(0, min(depth, fits))
+        return max((each for each in self._depths(len(running)) if each <= fits), default=0)
 
     def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Take in a step that has ended and took `seconds`."""
@@ -71,5 +75,12 @@ class Speculation:
                         self.accepted_at[place] += rows
         contexts = [start for request, start in zip(plan.decodes, plan.starts, strict=True) if request.asked.speculates]
         if contexts and not plan.others:
-            drafts = sum(plan.drafts if self._padded and result.drafted else result.drafted)
+            drafts = self._drafts(plan, result, len(contexts))
             self.rule.observe(len(contexts), sum(contexts) // len(contexts), drafts, seconds)
+
+    def _drafts(self, plan: StepPlan, result: StepResult, rows: int) -> int:
+        """Return how many drafts a step of decodes, `rows` of which speculate, has computed for these."""
+        if self._depths is None or not result.drafted:
+            return sum(result.drafted)
+        depths = self._depths(len(plan.decodes))
+        return rows * depths[min(bisect_left(depths, max(plan.drafts)), len(depths) - 1)]

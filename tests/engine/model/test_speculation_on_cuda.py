@@ -19,6 +19,8 @@ from gpu.wearing import make
 from speculating import Answers, ask_every, wholes
 
 from headrace.engine import InvalidParams, ResponseFormat
+from headrace.engine.scheduling import planner
+from headrace.engine.scheduling.speculation.depth import DepthRule
 
 
 @pytest.fixture
@@ -92,6 +94,25 @@ def test_lines_that_are_chosen_for_at_once(
     for found in run(folder, "cuda", asked, rounds=2, check=check, launch_ahead=ahead, **SPECULATING):
         same_answers(found, plain)
     assert gpu.launches["_accept_kernel"] > 10 and "_turn_kernel" not in gpu.launches
+
+
+def test_the_rule_of_depths_is_told_which_graphs_ran(gpu: Gpu, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = zoo.folder("exact")
+    (plain,) = run(folder, "cuda")
+    draft_by_answers(monkeypatch, told(plain))
+    random_depths(monkeypatch, 3)  # there are graphs of 1, 2 and 4 drafts
+    ran: list[float] = []
+    monkeypatch.setattr(DepthRule, "observe", lambda self, rows, context, drafts, seconds: ran.append(drafts / rows))
+    planned: set[int] = set()
+    plan_drafts = planner.plan_drafts
+
+    def plans(plan: Any, *rest: Any) -> None:
+        plan_drafts(plan, *rest)
+        planned.update(plan.drafts)
+
+    monkeypatch.setattr(planner, "plan_drafts", plans)
+    run(folder, "cuda", **SPECULATING)
+    assert 3 in planned and set(ran) <= {0, 1, 2, 4} and ran.count(4) > 3
 
 
 def test_requests_that_wait_for_the_host_share_steps(gpu: Gpu, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

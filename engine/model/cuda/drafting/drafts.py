@@ -109,14 +109,14 @@ class CudaDrafts:
         self._asks = Asks(rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R, rows.seed_R)
         self._appended = Appended(rows.pool_RC, rows.lengths_R, rows.stops_RS, rows.stopped_R)
 
+    def depths(self, bucket: int) -> list[int]:
+        """Return the depths of the graphs for steps of `bucket` rows, in rising order; 0 is not among them."""
+        return [depth for depth in depths(self.most) if bucket * (depth + 1) <= self.lines]
+
     def depth_of(self, wanted: int, bucket: int) -> int:
         """Return the depth of the graph for a step of `bucket` rows with up to `wanted` drafts each; 0 for none."""
-        fits = self.lines // bucket - 1
-        return max((depth for depth in depths(self.most) if depth <= fits and self._serves(depth, wanted)), default=0)
-
-    def _serves(self, depth: int, wanted: int) -> bool:
-        """Return whether a depth is no larger than the smallest that has room for `wanted` drafts."""
-        return wanted > 0 and depth <= next(each for each in depths(self.most) if each >= min(wanted, self.most))
+        fitting = self.depths(bucket) if wanted else []
+        return next((depth for depth in fitting if depth >= wanted), max(fitting, default=0))
 
     def line_rows(self, bucket: int, depth: int) -> Tensor:
         """Return the row of each line of a step, int32, in the memory that `prepare` writes."""
