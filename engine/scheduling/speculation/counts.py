@@ -32,7 +32,7 @@ class Speculation:
             depths: `FixedDepths.draft_depths` of the runner; None if it computes the drafts that there are.
         """
         self._depths = depths
-        self.rule = DepthRule(most, padded=depths is not None)
+        self.rule = DepthRule(most, depths)
         self.runs = 0
         """Number of rows of steps that verified drafts."""
         self.drafted = 0
@@ -75,12 +75,12 @@ class Speculation:
                         self.accepted_at[place] += rows
         contexts = [start for request, start in zip(plan.decodes, plan.starts, strict=True) if request.asked.speculates]
         if contexts and not plan.others:
-            drafts = self._drafts(plan, result, len(contexts))
-            self.rule.observe(len(contexts), sum(contexts) // len(contexts), drafts, seconds)
+            drafts_of_row = self._drafts_of_row(plan, result, len(contexts))
+            self.rule.observe(len(contexts), sum(contexts) // len(contexts), drafts_of_row, seconds)
 
-    def _drafts(self, plan: StepPlan, result: StepResult, rows: int) -> int:
-        """Return how many drafts a step of decodes, `rows` of which speculate, has computed for these."""
+    def _drafts_of_row(self, plan: StepPlan, result: StepResult, rows: int) -> float:
+        """Return how many drafts a step of decodes, `rows` of which speculate, has computed for each of these."""
         if self._depths is None or not result.drafted:
-            return sum(result.drafted)
+            return sum(result.drafted) / rows
         depths = self._depths(len(plan.decodes))
-        return rows * depths[min(bisect_left(depths, max(plan.drafts)), len(depths) - 1)]
+        return depths[min(bisect_left(depths, max(plan.drafts)), len(depths) - 1)]

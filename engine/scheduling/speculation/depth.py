@@ -1,94 +1,66 @@
 """`DepthRule` chooses how many drafts the rows of a step may have, by measured step times and accepted drafts.
 
-It is pure: others tell it what steps took and yielded. Next to read: counts.py, which counts for users.
+It is pure: others tell it which depths the device has, and what steps took and yielded. Next to read: measured.py, and
+counts.py, which counts for users.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
+
+from headrace.engine.scheduling.speculation.measured import DraftRates, StepTimes
 
 __all__ = ["DepthRule"]
 
 _HOLD: Final = 32  # steps between two choices
 _TRIAL: Final = 4  # rows of steps of a depth that is tried, to learn what it takes and yields
 _SHORTEST_TRIAL: Final = 2  # steps
-_ENOUGH: Final = 2  # measurements from which a mean is believed
+_TRIAL_DRAFTS: Final = 32  # of all rows in a step of a trial, where a depth is that small
+_SURE: Final = 16  # rows with drafts from which on it is believed that hardly any are right
 _LOST: Final = 0.01  # share of the time that trials may lose
-_LONGEST_PAUSE: Final = 512  # steps with drafts between two without, or at depth 0 between trials that lose little
+_LONGEST_PAUSE: Final = 512  # steps with drafts between two probes, or at depth 0 between trials that lose little
 _MARGIN: Final = 1.03  # what drafts must gain over none
-_KEEP: Final = 0.97  # weight of the old mean at each measurement
-_OUTLIER: Final = 3.0  # times the mean: a step that was held up counts as no longer than this
-
-
-class _Mean:
-    """A mean that forgets slowly, and begins as the plain mean of what there is."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self.count = 0
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.value += (value - self.value) * max(1.0 / self.count, 1.0 - _KEEP)
-
-
-class _Times:
-    """What steps with about as many rows and as long contexts took."""
-
-    def __init__(self) -> None:
-        self.without = _Mean()
-        """Seconds of steps in which no row had drafts."""
-        self.with_drafts = _Mean()
-        """Seconds of steps in which some had."""
-        self.drafts = _Mean()
-        """Number of drafts in the latter."""
-
-    def add(self, drafts: int, seconds: float) -> None:
-        mean = self.with_drafts if drafts else self.without
-        mean.add(min(seconds, _OUTLIER * mean.value) if mean.count >= _ENOUGH else seconds)
-        if drafts:
-            self.drafts.add(drafts)
-
-    def expected(self, drafts: float) -> float:
-        """Return the seconds of a step with so many drafts: each adds as much."""
-        further = max(0.0, self.with_drafts.value - self.without.value)
-        return max(1e-9, self.without.value + further * drafts / max(1.0, self.drafts.value))
 
 
 class DepthRule:
     """The depth of the steps of one engine.
 
-    At depth k a row yields `1 + a_1 + ... + a_k` tokens and computes `d_1 + ... + d_k` drafts, where a_j is how often a
-    row's j-th draft is right, and d_j how often there is one. What a draft costs is what steps with drafts took longer
-    than those without, of about as many rows with about as long contexts. The rule takes the depth with the most tokens
-    a second. If that is 0, it tries drafts for a few steps now and then, so seldom that trials lose next to nothing,
-    and earlier where requests are new.
+    At depth k a row yields one token and those of its first k drafts that are right up to the first wrong one; what a
+    step with so many drafts takes is measured, with about as many rows and as long contexts. The rule takes the depth
+    with the most tokens a second, of those that the device has. If that is 0, it tries drafts for a few steps now and
+    then, so seldom that trials lose next to nothing, and earlier where requests are new. The more rows there are, the
+    fewer drafts a row it tries first, and none where it is known that hardly any would be right.
     """
 
-    def __init__(self, most: int, *, padded: bool = False) -> None:
+    def __init__(self, most: int, depths: Callable[[int], Sequence[int]] | None = None) -> None:
         """Choose depths from 0 to `most`.
 
         Args:
             most: Largest depth.
-            padded: Whether the device computes as many tokens for a row without drafts as for others.
+            depths: `FixedDepths.draft_depths` of a runner that computes as many drafts for each row of a step; None if
+                the runner computes those that there are, at any depth.
         """
-        self._most, self._padded = most, padded
-        self._right = [_Mean() for _ in range(most)]
-        self._there = [_Mean() for _ in range(most)]
-        self._times: dict[tuple[int, int], _Times] = {}
+        self._most, self._fixed = most, depths is not None
+        self._depths: Callable[[int], Sequence[int]] = depths or (lambda rows: range(1, most + 1))
+        self._rates = DraftRates(most)
+        self._times: dict[tuple[int, int], StepTimes] = {}
         self._left = 0
         """Number of steps before the next choice."""
-        self._pause = _HOLD
+        self._pause = 0
         """Number of steps at depth 0 between the latest trial and the next."""
         self._price = 0
         """Number of steps at depth 0 that pay for the latest trial, however many requests begin."""
         self._rested = 0
-        """Number of steps at depth 0 since the latest trial."""
-        self._rows = 1
+        """Number of steps at depth 0 since it was last found that drafts do not pay."""
+        self._unsettled = 0
+        """Largest depth since then; 0 for none."""
+        self._tried = 0
+        """Number of steps of trials with drafts since then; 0 if drafts have paid in between."""
         self._since = 0
-        """Number of steps since one without drafts."""
+        """Number of steps with drafts since the latest probe."""
+        self._probes = 0
+        self._rows = 1
         self._is_trial = False
         self.depth = most
         """Depth of the latest step, or of the first before there was one."""
@@ -102,73 +74,113 @@ class DepthRule:
         """
         self._rows = rows
         if self._left <= 0:
-            self._decide(self._times_of(rows, context), rows)
+            self._decide(self._times_of(rows, context), rows, self._depths(rows))
         self._left -= 1
         self._rested += self.depth == 0
+        self._since += self.depth > 0
         return self.depth
 
     def note_request(self) -> None:
         """Take note that a request begins, of which nothing is known: the next trial is due sooner."""
-        self._pause = max(_HOLD, self._price, self._pause - self._pause // max(4, self._rows))
+        sooner = self._pause - self._pause // max(4, self._rows)
+        self._pause = max(self._price, min(self._pause, _HOLD), sooner)
 
-    def observe(self, rows: int, context: int, drafts: int, seconds: float) -> None:
-        """Take in the time of a step in which no prompt was computed, with so many drafts in all rows together."""
+    def observe(self, rows: int, context: int, drafts: float, seconds: float) -> None:
+        """Take in the time of a step in which no prompt was computed, with so many drafts a row."""
         self._times_of(rows, context).add(drafts, seconds)
-        self._since = self._since + 1 if drafts else 0
 
     def observe_runs(self, allowed: Sequence[int], drafted: Sequence[int], tokens: Sequence[int]) -> None:
         """Take in how many drafts the rows of a step were allowed and had, and how many tokens they yielded."""
-        rows = Counter(zip(allowed, drafted, tokens, strict=False))  # few kinds, however many rows
-        for place in range(self._most):
-            asked = sum(count for (most, _, _), count in rows.items() if most > place)
-            if asked:
-                there = sum(count for (most, had, _), count in rows.items() if most > place and had > place)
-                right = sum(count for (most, _, got), count in rows.items() if most > place and got > place + 1)
-                self._there[place].add(there / asked)
-                self._right[place].add(right / asked)
+        self._rates.add(allowed, drafted, tokens)
 
-    def _decide(self, times: _Times, rows: int) -> None:
+    def _decide(self, times: StepTimes, rows: int, depths: Sequence[int]) -> None:
         """Choose a depth for a number of steps."""
-        trial = max(_SHORTEST_TRIAL, _TRIAL // rows)
-        if times.with_drafts.count < _ENOUGH and not (self._is_trial and self.depth):
-            self._take(self._most, trial, is_trial=True)
-        elif times.without.count < _ENOUGH or self._since >= _LONGEST_PAUSE:
-            self._take(0, trial, is_trial=True)
-        elif best := self._best(times, rows):
-            self._take(best, _HOLD)
-        elif self.depth:
-            drafts = rows * sum(map(self._drafts_at, range(self._most)))
-            lost = trial * (times.expected(drafts) / times.expected(0.0) - 1.0)
-            unpaid = 2 * self._pause if self._is_trial else _HOLD  # trials that do not pay grow rarer
-            self._price, self._rested = int(lost / _LOST), 0
-            self._pause = max(self._price, min(unpaid, _LONGEST_PAUSE))
+        steps = max(_SHORTEST_TRIAL, _TRIAL // rows)
+        tried = self.depth if self._is_trial else 0
+        may_pay = self._rates.rows < _SURE or self._rates.tokens(self._most) >= _MARGIN
+        if not depths:
             self._take(0, _HOLD)
-        elif self._rested >= self._pause:
-            self._take(self._most, trial, is_trial=True)
+        elif not times.most and may_pay and not tried:
+            self._take(self._first(depths, rows), steps, is_trial=True)
+        elif not times.has(0) or (not times.most and may_pay and self._fixed):
+            self._take(0, steps, is_trial=True)  # what the trial before it took may come to be known meanwhile
+        elif self._since >= _LONGEST_PAUSE:
+            self._probe(depths, steps)
+        elif not times.most and self.depth and not self._fixed:
+            self._take(depths[-1], _HOLD)  # there are hardly any drafts, which cost nothing
         else:
-            self._take(0, _HOLD)
+            best, unmeasured = self._best(times, depths)
+            if unmeasured:
+                self._take(unmeasured if unmeasured != tried else best, steps, is_trial=True)
+            elif best:
+                self._take(best, _HOLD)
+            elif self._unsettled:
+                self._settle(times, steps)
+                self._take(0, _HOLD)
+            elif self._rested >= self._pause:
+                self._take(self._first(depths, rows), steps, is_trial=True)
+            else:
+                self._take(0, _HOLD)
 
     def _take(self, depth: int, steps: int, *, is_trial: bool = False) -> None:
         self.depth, self._left, self._is_trial = depth, steps, is_trial
+        if depth and is_trial:
+            self._unsettled, self._tried = max(self._unsettled, depth), self._tried + steps
+        elif depth:
+            self._unsettled, self._tried = depth, 0
 
-    def _best(self, times: _Times, rows: int) -> int:
-        """Return the depth with the most tokens a second; depth 0 if drafts gain next to nothing."""
-        if times.with_drafts.count < _ENOUGH:
-            return self._most  # there are hardly any, which cost nothing
-        best, best_rate = 0, _MARGIN / times.expected(0.0)
-        tokens, drafts = 1.0, 0.0
-        for depth, right in enumerate(self._right, 1):
-            tokens += right.value
-            drafts += self._drafts_at(depth - 1)
-            rate = tokens / times.expected(rows * drafts)
-            if rate > best_rate:
-                best, best_rate = depth, rate
-        return best
+    def _probe(self, depths: Sequence[int], steps: int) -> None:
+        """Measure anew what steps at depth 0 take, and every other time those at one of the other depths."""
+        self._since = 0
+        self._probes += 1
+        other = depths[self._probes // 2 % len(depths)] if self.depth == depths[-1] else depths[-1]
+        self._take(0 if self._probes % 2 else other, steps, is_trial=True)
 
-    def _drafts_at(self, place: int) -> float:
-        """Return how many tokens a row is expected to compute at one place behind its own."""
-        return 1.0 if self._padded else self._there[place].value
+    def _settle(self, times: StepTimes, steps: int) -> None:
+        """Set when drafts are tried again, which have been found not to pay."""
+        lost = max(self._tried, steps) * (times.ratio(self._drafts(self._unsettled)) - 1.0)
+        unpaid = 2 * self._pause if self._tried else 0  # trials that do not pay grow rarer
+        self._price = int(lost / _LOST)
+        self._pause = max(_HOLD, self._price, min(unpaid, _LONGEST_PAUSE))
+        self._rested = self._tried = self._unsettled = 0
 
-    def _times_of(self, rows: int, context: int) -> _Times:
+    def _first(self, depths: Sequence[int], rows: int) -> int:
+        """Return the depth to try where it is not known what drafts take: little is lost if they do not pay.
+
+        A larger one is tried where drafts pay even if each takes half as long as a row's own token.
+        """
+        is_sure = self._rates.rows >= _SURE
+        return max(
+            (
+                depth
+                for depth in depths
+                if rows * depth <= _TRIAL_DRAFTS or (is_sure and self._rates.tokens(depth) >= 1.0 + depth / 2)
+            ),
+            default=depths[0],
+        )
+
+    def _best(self, times: StepTimes, depths: Sequence[int]) -> tuple[int, int]:
+        """Return the depth with the most tokens a second, 0 if drafts gain next to nothing; and one to measure first.
+
+        The latter is the smallest whose steps were not measured, and that would be best if they took no longer than
+        those of the next smaller depth that was; 0 for none.
+        """
+        best, best_gain = 0, _MARGIN
+        if not times.most:
+            return 0, 0
+        tokens = {depth: self._rates.tokens(depth) for depth in depths}
+        for depth in depths:
+            gain = tokens[depth] / times.ratio(self._drafts(depth))
+            if gain > best_gain:
+                best, best_gain = depth, gain
+        unmeasured = (depth for depth in depths if self._fixed and not times.has(depth))
+        hopes = (depth for depth in unmeasured if tokens[depth] / times.ratio_before(depth) > _MARGIN * best_gain)
+        return best, next(hopes, 0)
+
+    def _drafts(self, depth: int) -> float:
+        """Return how many drafts a row is expected to compute at a depth."""
+        return depth if self._fixed else self._rates.drafts(depth)
+
+    def _times_of(self, rows: int, context: int) -> StepTimes:
         """Return the times of steps of about as many rows and as long contexts, by powers of two."""
-        return self._times.setdefault((rows.bit_length(), (context // 512).bit_length()), _Times())
+        return self._times.setdefault((rows.bit_length(), (context // 512).bit_length()), StepTimes())

@@ -102,7 +102,7 @@ def test_the_rule_of_depths_is_told_which_graphs_ran(gpu: Gpu, zoo: Zoo, monkeyp
     draft_by_answers(monkeypatch, told(plain))
     random_depths(monkeypatch, 3)  # there are graphs of 1, 2 and 4 drafts
     ran: list[float] = []
-    monkeypatch.setattr(DepthRule, "observe", lambda self, rows, context, drafts, seconds: ran.append(drafts / rows))
+    monkeypatch.setattr(DepthRule, "observe", lambda self, rows, context, drafts, seconds: ran.append(drafts))
     planned: set[int] = set()
     plan_drafts = planner.plan_drafts
 

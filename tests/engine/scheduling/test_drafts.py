@@ -8,7 +8,6 @@ from simulation.rig import Rig, capacity
 from headrace.engine.scheduling.memory.pages import PagePool
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.result import StepResult
-from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.scheduling.speculation.runs import counts_of, runs_of
 
 
@@ -135,90 +134,6 @@ def test_a_runner_that_returns_more_tokens_than_were_planned_is_at_fault() -> No
             counts_of(plan, StepResult(ids, counts=counts))
     bare = StepPlan(0)
     assert counts_of(bare, StepResult([])) == []
-
-
-class Device:
-    """Steps that take as long as their positions, and drafts that are right at a rate."""
-
-    def __init__(self, seconds: float, further: float, rate: float) -> None:
-        self.rule = DepthRule(4)
-        self.further = further
-        self.seconds = seconds
-        self.rate = rate
-        self.depths: list[int] = []
-
-    def run(self, steps: int, rows: int = 1) -> None:
-        for _ in range(steps):
-            depth = self.rule.choose(rows, 100)
-            self.depths.append(depth)
-            self.rule.observe(rows, 100, depth * rows, self.seconds + depth * rows * self.further)
-            right = [0] * rows
-            for row in range(rows):
-                while right[row] < depth and (len(self.depths) * 7919 + right[row] * 104729) % 100 < 100 * self.rate:
-                    right[row] += 1
-            if depth:
-                self.rule.observe_runs([depth] * rows, [depth] * rows, [1 + each for each in right])
-
-    @property
-    def switches(self) -> list[int]:
-        """Steps at each depth, until the next."""
-        changes = [0, *(at for at in range(1, len(self.depths)) if self.depths[at] != self.depths[at - 1])]
-        return [end - start for start, end in zip(changes, [*changes[1:], len(self.depths)], strict=True)]
-
-
-def test_the_depth_follows_what_drafts_gain() -> None:
-    gains, loses = Device(1.0, 0.1, 0.9), Device(1.0, 0.3, 0.05)
-    for device in (gains, loses):
-        device.run(3000)
-    assert gains.depths[100:].count(4) > 0.95 * len(gains.depths[100:])
-    assert loses.depths[100:].count(0) > 0.95 * len(loses.depths[100:])
-    between = Device(1.0, 0.45, 0.6)  # the first draft pays, the fourth does not
-    between.run(3000)
-    assert 0 < sum(between.depths[500:]) / 2500 < 3
-
-
-def test_the_depth_changes_with_its_rows_and_tries_again_after_a_change() -> None:
-    device = Device(1.0, 0.05, 0.6)
-    device.run(200)
-    assert device.depths[-1] > 0
-    device.run(200, rows=60)  # every further token costs as much as 60 do
-    assert device.depths[-1] == 0
-    device.run(200)
-    assert device.depths[-1] > 0, "the times of one row are still known"
-    device.rate = 0.0
-    device.run(400)
-    assert device.depths[-1] == 0
-    device.rate = 1.0
-    device.run(600)
-    assert device.depths[-1] == 4
-
-
-def test_depths_are_held_but_for_short_trials() -> None:
-    device = Device(1.0, 0.2, 0.5)
-    device.run(2000)
-    assert all(steps <= 8 or steps >= 32 for steps in device.switches[3:-1])
-
-
-def test_drafts_that_never_pay_are_tried_more_and_more_rarely() -> None:
-    device = Device(1.0, 0.3, 0.05)
-    for _ in range(10):  # requests of 150 tokens
-        device.rule.note_request()
-        device.run(150)
-    assert 0 < sum(depth > 0 for depth in device.depths[300:]) <= 24
-
-
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("further", [0.1, 0.5, 3.0])
-def test_trials_lose_no_more_than_a_hundredth_however_dear_drafts_are(further: float, rows: int) -> None:
-    device = Device(1.0, further / rows, 0.0)
-    device.run(200, rows)  # learns what drafts cost
-    begin = len(device.depths)
-    for _ in range(200):  # requests of 100 tokens
-        device.rule.note_request()
-        device.run(100, rows)
-    tried = sum(device.depths[begin:])
-    assert tried > 0, "drafts are still tried"
-    assert tried * further <= 0.011 * 20_000, f"{tried} drafts a row in 20,000 steps"
 
 
 @pytest.mark.parametrize("free", [1, 2])
