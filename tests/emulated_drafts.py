@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -48,7 +49,7 @@ def ngram(at: SimpleNamespace) -> None:
 def accept(at: SimpleNamespace) -> None:
     real = [row for row in at.rows.tolist() if row != at.padding_row]
     demand(len(set(real)) == len(real), "a row comes twice in one batch")
-    demand(at.rates is None, "rates are for benchmarks")
+    demand((at.rates is not None) == at.RATES, "rates that the kernel was not compiled for")
     runs = at.runs.view(len(at.rows), -1)
     for place, row in enumerate(at.rows.tolist()):
         first = place * at.LINES
@@ -60,8 +61,13 @@ def accept(at: SimpleNamespace) -> None:
             token = int(at.ids[first + ahead, best]) if bool(score.isfinite()) else -1
             found.append(token)
             stopped = token >= 0 and token in at.stops[row].tolist()
-            more = ahead + 1 < at.LINES and there[ahead + 1] and int(at.tokens[first + ahead + 1]) == token
-            if stopped or not more:
+            if stopped or token < 0 or ahead + 1 == at.LINES or not there[ahead + 1]:
+                break
+            right = int(at.tokens[first + ahead + 1]) == token
+            if at.RATES:
+                here = int(at.positions[first]) + 1 + ahead
+                right = random.Random(f"{int(at.seeds[row])} {here}").random() < float(at.rates[ahead])
+            if not right:
                 break
         runs[place, 0], runs[place, 1] = sum(there[1:]), len(found)
         runs[place, at.HEAD : at.HEAD + len(found)] = torch.tensor(found)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.errors import InvalidParams, ModelRejected
+from headrace.engine.errors import DeviceUnavailable, InvalidParams, ModelRejected
 from headrace.engine.intake.messages import Message
 from headrace.engine.life.generation_defaults import from_generation_config, from_gguf_metadata
 from headrace.engine.life.model_files import find_model
@@ -42,6 +42,7 @@ from headrace.engine.tokens.token_table import TokenTable
 from headrace.engine.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from headrace.engine.model.cuda.drafting.drafts import ChangeDrafts
     from headrace.engine.model.fallback.model import FallbackModel
 
 __all__ = ["build_kernels", "open_engine"]
@@ -81,8 +82,12 @@ class _NoTokenizer:
         """Do nothing."""
 
 
-def open_engine(config: EngineConfig) -> Opened:
+def open_engine(config: EngineConfig, *, change_drafts: ChangeDrafts | None = None) -> Opened:
     """Load the model that `config` names and return it with its runner.
+
+    Args:
+        config: Options of the engine.
+        change_drafts: For benchmarks: changes how drafts are made on a GPU.
 
     Raises:
         ModelRejected: The model's files cannot be used.
@@ -90,14 +95,14 @@ def open_engine(config: EngineConfig) -> Opened:
         InvalidParams: An option does not fit the model or the device.
     """
     try:
-        return _open(config)
+        return _open(config, change_drafts)
     except ModelRejected as error:
         # The traceback's frames hold what was loaded so far, and an application may keep the error.
         refusal = error.with_traceback(None)
     raise refusal
 
 
-def _open(config: EngineConfig) -> Opened:
+def _open(config: EngineConfig, change_drafts: ChangeDrafts | None) -> Opened:
     path, name = find_model(config)
     if path.is_dir() and is_encoder(read_hf_config(path)):
         check_native(config, "encoders")
@@ -119,7 +124,7 @@ def _open(config: EngineConfig) -> Opened:
         recommended = _recommended(config, source)
         draft = files.enter_context(open_draft_model(config, spec, tokenizer.table, _read_table))
         check_tokenizer(config, tokenizer.table, _read_table)
-        device = _open_device(config, spec, source if foreign is None else foreign, draft)
+        device = _open_device(config, spec, source if foreign is None else foreign, draft, change_drafts)
     embedding = None
     if "pooling" in device.abilities:
         embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last")
@@ -270,11 +275,17 @@ def _described(config: EngineConfig, files: ExitStack) -> tuple[DecoderSpec, _Fi
 
 
 def _open_device(
-    config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel, draft: DraftSource | None
+    config: EngineConfig,
+    spec: DecoderSpec,
+    source: Source | ForeignModel,
+    draft: DraftSource | None,
+    change_drafts: ChangeDrafts | None,
 ) -> Device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        if change_drafts is not None:
+            raise DeviceUnavailable("device: a benchmark changes how drafts are made on a GPU alone", field="device")
         return open_cpu(config, spec, source, draft)
     gpu = find_gpu(config.device)  # first, since the extra below takes several GB and is of no use without a GPU
     from headrace.engine.model.cuda.opening import open_cuda  # needs packages for machines with a GPU
 
-    return open_cuda(config, spec, source, gpu, draft=draft)
+    return open_cuda(config, spec, source, gpu, draft=draft, change_drafts=change_drafts)

@@ -33,7 +33,7 @@ from headrace.engine.stats import WeightPart
 try:
     from headrace.engine.model.cuda.adapters import CudaBank
     from headrace.engine.model.cuda.drafting.beside import DraftOpening
-    from headrace.engine.model.cuda.drafting.drafts import OpenDrafts, most_lines
+    from headrace.engine.model.cuda.drafting.drafts import ChangeDrafts, OpenDrafts, most_lines
     from headrace.engine.model.cuda.drafting.model_opening import OpenModel
     from headrace.engine.model.cuda.drafting.ngram import NgramDrafts
     from headrace.engine.model.cuda.drafting.opening import CudaHead, check_drafts
@@ -83,11 +83,13 @@ def open_cuda(
     kernels: Kernels = KERNELS,
     blank: bool = False,
     draft: DraftSource | None = None,
+    change_drafts: ChangeDrafts | None = None,
 ) -> Device:
     """Load the weights on the GPU `device`, measure what is left, and make a runner that has captured its graphs.
 
     Kernels are compiled unless `config.kernel_cache` keeps them, or a wheel, unless `installed_kernels` is False. With
-    `blank`, weights are zeros in the formats of `source`. A `draft` model is loaded beside the model.
+    `blank`, weights are zeros in the formats of `source`. A `draft` model is loaded beside the model. A benchmark may
+    change how drafts are made by `change_drafts`.
 
     Raises:
         ModelRejected: The weights cannot be used.
@@ -102,7 +104,7 @@ def open_cuda(
         with _opening, torch.cuda.device(device), torch.inference_mode():
             use_cache(config.kernel_cache, installed=installed_kernels)
             check_compilers()
-            return _open(config, spec, source, device, arch, kernels, blank, draft)
+            return _open(config, spec, source, device, arch, kernels, blank, draft, change_drafts)
     except (torch.OutOfMemoryError, CannotCompile) as error:
         failure = str(error)
         if not isinstance(error, CannotCompile):
@@ -124,6 +126,7 @@ def _open(
     kernels: Kernels,
     blank: bool,
     draft: DraftSource | None,
+    change_drafts: ChangeDrafts | None,
 ) -> Device:
     limits = gpu_limits(config, spec)
     spec = within_context(spec, limits.context)
@@ -135,6 +138,8 @@ def _open(
     decoder, ops = loaded.decoder, loaded.ops
     bank = _make_bank(config, spec, ops, limits)
     drafts = _drafts(config) if loaded.drafting is None else loaded.drafting.drafts(config)
+    if drafts is not None and change_drafts is not None:
+        drafts = change_drafts(drafts)
     page_bytes = kv_layout(spec, ops, () if drafts is None else drafts.pages).page_bytes(kv_dtype(config))
     free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device, kernels, drafts)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)

@@ -147,7 +147,8 @@ def choose_and_accept(
         scratch: Scratch for at least as many rows as there are lines.
         filtered: Whether any row may ask for top-k, top-p or min-p.
         pdl: Whether to use programmatic dependent launch.
-        rates_K: For benchmarks: the share of drafts that count as right at each place, float32, whatever was chosen.
+        rates_K: For benchmarks: at each place, the share of drafts behind right ones that count as right, float32,
+            whatever was chosen.
     """
     lines, (rows, context) = len(line_rows_L) // len(rows_B), appended.pool_RC.shape
     parts = score_tokens(logits_LV, line_rows_L, inputs.positions_B, asks, scratch, filtered=filtered, pdl=pdl)

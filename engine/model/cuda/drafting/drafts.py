@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from headrace.ops.cuda.fused import DecodeInputs
 from headrace.ops.cuda.sampling.sample import Asks, SampleScratch
 from headrace.ops.paged import PageShape
 
-__all__ = ["MOST_LINES", "CudaDrafts", "OpenDrafts", "depths", "most_lines", "most_words"]
+__all__ = ["MOST_LINES", "ChangeDrafts", "CudaDrafts", "OpenDrafts", "depths", "most_lines", "most_words"]
 
 MOST_LINES: Final = 1024
 """Most lines of a step with drafts: from there on, products take as long as their multiplications, and drafts gain
@@ -48,7 +48,12 @@ class OpenDrafts(NamedTuple):
     pages: Sequence[PageShape | int] = ()
     """Pages of the drafter's own layers, as `page_shapes` returns them; they lie behind those of the model."""
     rates: tuple[float, ...] = ()
-    """For benchmarks: the share of drafts that count as right at each place, whatever they are; empty otherwise."""
+    """For benchmarks: at each place, the share of drafts behind right ones that count as right, whatever they are; else
+    empty. Rows that choose one place after the other do without."""
+
+
+ChangeDrafts: TypeAlias = Callable[[OpenDrafts], OpenDrafts]
+"""For benchmarks: changes how the drafts of an engine are made before it opens."""
 
 
 def depths(most: int) -> list[int]:
