@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from anyio import to_thread
@@ -15,9 +15,13 @@ from headrace.engine.bench.floor import Cost, Speed, measure, model_cost
 from headrace.engine.bench.report import conditions
 from headrace.engine.bench.shapes import located
 from headrace.engine.intake.messages import Message
+from headrace.engine.life.build import open_engine
 from headrace.engine.life.opened import Opened
 from headrace.engine.tokens.interface import TokenizerLike
 from headrace.engine.tokens.token_table import TokenTable
+
+if TYPE_CHECKING:
+    from headrace.engine.model.cuda.drafting.drafts import ChangeDrafts
 
 __all__ = ["BenchmarkFailed", "Subject", "Target", "opened", "require_room", "synthetic_table"]
 
@@ -100,12 +104,12 @@ class _SyntheticTokenizer:
         """Do nothing: the tokenizer holds no resources."""
 
 
-def _changed(change: Callable[[Opened], Opened]) -> type[Engine]:
+def _changed(change: Callable[[Opened], Opened], change_drafts: ChangeDrafts | None) -> type[Engine]:
     """Return a class of engines that call `change` on the open model before they use it."""
 
     class ChangedEngine(Engine):
         def _open(self) -> Opened:
-            return change(super()._open())
+            return change(open_engine(self.config, change_drafts=change_drafts))
 
     return ChangedEngine
 
@@ -125,6 +129,7 @@ async def opened(
     rows: int | None = None,
     tokenizer: Callable[[int], TokenizerLike] = _SyntheticTokenizer,
     change: Callable[[str, Opened], Opened] | None = None,
+    change_drafts: ChangeDrafts | None = None,
 ) -> AsyncIterator[Subject]:
     """Measure the machine, then open `target`.
 
@@ -133,6 +138,7 @@ async def opened(
         rows: Rows that the benchmark needs.
         tokenizer: Function that makes a tokenizer for random weights, so that their tokens have text to stream too.
         change: Function that changes the open model, given its path.
+        change_drafts: Function that changes how drafts are made, on a GPU.
 
     Raises:
         BenchmarkFailed: The engine chose another device than the floor was measured on.
@@ -151,7 +157,7 @@ async def opened(
                 found = replace(found, tokenizer=tokenizer(found.info.vocab_size))
             return found if change is None else change(path, found)
 
-        async with _changed(changed)(path, **options) as engine:
+        async with _changed(changed, change_drafts)(path, **options) as engine:
             if torch.device(engine.info.device).type != torch.device(device).type:
                 raise BenchmarkFailed(
                     f"the engine runs on {engine.info.device}, the floor is of {device}: use --device"

@@ -28,7 +28,11 @@ class Commit(NamedTuple):
     at: float
     """Time of the commit, in seconds of the process's clock."""
     generated: int
-    """Requests that gained a token."""
+    """Tokens that the step gave."""
+    used: float = 0.0
+    """Processor time of the process until the commit, in seconds."""
+    depth: int = 0
+    """Most drafts of a row in the step planned last."""
 
 
 class Watch:
@@ -49,7 +53,9 @@ def watching(engine: Engine, requests: int) -> Iterator[Watch]:
 
     def committed(original: _Method) -> _Method:
         def call(now: float, generated: int) -> Any:
-            watch.commits.append(Commit(now, generated))
+            speculation = loop.scheduler.speculation
+            depth = 0 if speculation is None else speculation.latest
+            watch.commits.append(Commit(now, generated, time.process_time(), depth))
             return original(now, generated)
 
         return call

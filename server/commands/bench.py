@@ -26,6 +26,7 @@ from headrace.server.commands.bench_options import (
     ThreadsOption,
     target_of,
 )
+from headrace.server.commands.bench_speculation import bench_speculation
 
 __all__ = ["bench"]
 
@@ -130,6 +131,9 @@ def bench_options(
 
     target, sizes = target_of(model, device, kv_memory, max_rows, load_format, more), sizes_of(batches)
     run(target, batches=sizes, context=context, steps=steps, repeats=repeats, json_path=json_path)
+
+
+bench.command("speculation", short_help="Tokens a second with drafts and without.")(bench_speculation)
 
 
 @bench.command("throughput", short_help="nano-vllm's public workload through `engine.generate`.")
