@@ -44,8 +44,8 @@ class Target:
     max_rows: int | None = None
     load_format: str | None = None
     """Load format; None is `random` for a named shape, else `auto`."""
-    more: Mapping[str, str] = field(default_factory=dict)
-    """Other fields of `EngineConfig`, as text."""
+    more: Mapping[str, object] = field(default_factory=dict)
+    """Other fields of `EngineConfig`, as text or as their values."""
 
     def options(self, *, only_shape: bool, rows: int | None = None) -> dict[str, Any]:
         """Return the arguments of `Engine` besides the model; `rows` are the rows that the benchmark needs."""

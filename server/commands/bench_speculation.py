@@ -28,10 +28,10 @@ _RatesOption = Annotated[
     ),
 ]
 _DrafterOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="What makes drafts: eagle3 is a head of random weights, ngram finds hardly any in random text, and free "
-        "takes no time."
+        help="What makes drafts: eagle3 (a head of random weights), free (takes no time), or as --speculate of other "
+        "commands takes it, such as ngram or draft:MODEL; left out, eagle3, or ngram with --task."
     ),
 ]
 _ModesOption = Annotated[
@@ -41,20 +41,35 @@ _ModesOption = Annotated[
         "that are right by the rates, and wrong drafts that never are."
     ),
 ]
+_TaskOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Measure answers of a real model instead, with its own drafts and without: copy (rewrite a text with one "
+        "change) or chat; then --rates, --modes, --context and --warm-up do not count."
+    ),
+]
 
 
 def bench_speculation(
     model: ShapeArgument = None,
+    task: _TaskOption = None,
     batches: BatchesOption = "1,16,64",
-    k: Annotated[int, typer.Option("--k", help="Most drafts of a row in one step.", min=1, max=16)] = 3,
+    k: Annotated[
+        int | None, typer.Option("--k", help="Most drafts of a row; left out, 3, or 4 with --task.", min=1, max=16)
+    ] = None,
     rates: _RatesOption = None,
-    drafter: _DrafterOption = "eagle3",
+    drafter: _DrafterOption = None,
     modes: _ModesOption = "off,idle,on,wrong",
     context: Annotated[int, typer.Option(help="Mean tokens of a row while it is measured.", min=1)] = 1000,
-    tokens: Annotated[int, typer.Option(help="Tokens of a row in each measured window.", min=8)] = 256,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of a row in each measured window, or of an answer of --task.", min=8)
+    ] = 256,
     warm_up: Annotated[int, typer.Option(help="Tokens of a row before the first window.", min=1)] = 64,
-    repeats: Annotated[int, typer.Option(help="Measured windows.", min=1)] = 3,
-    temperature: Annotated[float, typer.Option(help="Temperature of all rows; 0 is greedy.", min=0.0)] = 0.7,
+    repeats: Annotated[int, typer.Option(help="Measured windows, or rounds of --task.", min=1)] = 3,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Temperature of all rows; left out, 0.7, or 0, which is greedy, with --task.", min=0.0),
+    ] = None,
     device: DeviceOption = "auto",
     kv_memory: KvOption = None,
     max_rows: RowsOption = None,
@@ -63,19 +78,27 @@ def bench_speculation(
     json_path: JsonOption = None,
 ) -> None:
     """Measure tokens a second of rows whose drafts are right by chance, as often as --rates says, never right, or not
-    asked for, beside an engine without speculation."""
-    from headrace.engine.bench.engine.speculation import Plan, rates_of, run
+    asked for, beside an engine without speculation; or, with --task, of real answers."""
+    sizes, target = sizes_of(batches), target_of(model, device, kv_memory, max_rows, load_format, more)
+    from headrace.engine.bench.engine import drafted_answers, speculation
 
-    plan = Plan(
-        batches=sizes_of(batches),
+    if task is not None:
+        asked = drafted_answers.Asked(
+            task=task, batches=sizes, tokens=tokens, repeats=repeats, temperature=temperature or 0.0
+        )
+        drafted_answers.run(target, speculation.drafter_of(drafter or "ngram", k or 4), asked, json_path)
+        return
+    k = k or 3
+    plan = speculation.Plan(
+        batches=sizes,
         k=k,
-        rates=rates_of(rates, k),
-        drafter=drafter,
+        rates=speculation.rates_of(rates, k),
+        drafter=drafter or "eagle3",
         modes=modes.split(","),
         context=context,
         tokens=tokens,
         warm_up=warm_up,
         repeats=repeats,
-        temperature=temperature,
+        temperature=0.7 if temperature is None else temperature,
     )
-    run(target_of(model, device, kv_memory, max_rows, load_format, more), plan, json_path)
+    speculation.run(target, plan, json_path)

@@ -31,6 +31,7 @@ from headrace.engine.bench.profile import Commit, watching
 from headrace.engine.bench.report import show, spread
 from headrace.engine.bench.shapes import located, spec_of
 from headrace.engine.bench.workload import random_prompts
+from headrace.engine.speculation import Eagle, Speculation, speculation_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
     from headrace.engine.model.cuda.drafting.drafter import Decoded, Prefilled
     from headrace.engine.model.cuda.drafting.drafts import ChangeDrafts, OpenDrafts
 
-__all__ = ["DRAFTERS", "MODES", "Plan", "expected_length", "rates_of", "run", "windows"]
+__all__ = ["MODES", "Plan", "drafter_of", "expected_length", "rates_of", "run", "windows"]
 
-DRAFTERS: Final = ("eagle3", "ngram", "free")
-"""A head of random weights; n-grams, which find hardly any drafts in random text; and drafts that take no time."""
+_RANDOM_HEAD: Final = "eagle3"
+"""Drafter that is a head of random weights."""
+_FREE: Final = "free"
+"""Drafter that takes no time."""
 MODES: Final[Mapping[str, str]] = {
     "off": "off",
     "idle": "idle (speculate=False)",
@@ -65,7 +68,7 @@ class Plan:
     rates: Sequence[float]
     """Share of drafts that count as right at each place, among those behind right ones."""
     drafter: str
-    """One of `DRAFTERS`."""
+    """Name of a drafter of this benchmark, or what `drafter_of` reads; n-grams find few drafts in random text."""
     modes: Sequence[str]
     """Keys of `MODES`."""
     context: int
@@ -105,6 +108,20 @@ class _FreeDrafts:
         """Do nothing."""
 
 
+def drafter_of(text: str, k: int) -> Speculation:
+    """Return the way of guessing that `text` names, such as "ngram" or "draft:FOLDER", with up to `k` drafts a row.
+
+    Raises:
+        BenchmarkFailed: There is no such way.
+    """
+    try:
+        found = speculation_of(text)
+    except ValueError as error:
+        raise BenchmarkFailed(f"--drafter {text}: {error}") from error
+    assert found is not None
+    return replace(found, k=k)
+
+
 def rates_of(text: str | None, k: int) -> tuple[float, ...]:
     """Return `k` rates from a text such as "0.8,0.7,0.6", or the default ones, of which the last goes on.
 
@@ -133,14 +150,14 @@ def run(target: Target, plan: Plan, json_path: str | None) -> None:
     Raises:
         BenchmarkFailed: A name is not known, the device cannot let chance decide about drafts, or the rows do not fit.
     """
-    unknown = [*(mode for mode in plan.modes if mode not in MODES), *{plan.drafter}.difference(DRAFTERS)]
-    if unknown:
-        names = f"modes are {', '.join(MODES)}, drafters {', '.join(DRAFTERS)}"
-        raise BenchmarkFailed(f"there is no {unknown[0]!r}: {names}")
+    if unknown := [mode for mode in plan.modes if mode not in MODES]:
+        raise BenchmarkFailed(f"--modes {unknown[0]}: give some of {', '.join(MODES)}")
+    if plan.drafter not in (_RANDOM_HEAD, _FREE):
+        drafter_of(plan.drafter, plan.k)
     if "speculation" in target.more:
         raise BenchmarkFailed("--set speculation: this benchmark chooses it; use --drafter and --k")
     on_cpu = target.device == "cpu" or (target.device == "auto" and not torch.cuda.is_available())
-    if on_cpu and (by_chance := [*{"on", "wrong"}.intersection(plan.modes), *{"free"}.intersection([plan.drafter])]):
+    if on_cpu and (by_chance := [*{"on", "wrong"}.intersection(plan.modes), *{_FREE}.intersection([plan.drafter])]):
         raise BenchmarkFailed(
             f"{min(by_chance)}: only a GPU lets chance decide which drafts are right, or has drafts that take no time; "
             "on a CPU, measure --modes off,idle with --drafter eagle3 or ngram, or drafts of real text with --task"
@@ -205,12 +222,14 @@ async def _engine(target: Target, plan: Plan, rates: Sequence[float] | None, fol
     """Open an engine whose drafts are right by `rates`; without speculation for None."""
     change: ChangeDrafts | None = None
     if rates is not None:
-        text = f"ngram:k={plan.k}"
-        if plan.drafter == "eagle3":
-            text = f"eagle:{await to_thread.run_sync(_head, target.model, folder)},k={plan.k}"
-        target = replace(target, more={**target.more, "speculation": text})
-        if plan.drafter == "free" or {"on", "wrong"}.intersection(plan.modes):
-            change = _by_chance(rates, is_free=plan.drafter == "free")
+        speculation: Speculation
+        if plan.drafter == _RANDOM_HEAD:
+            speculation = Eagle(await to_thread.run_sync(_head, target.model, folder), plan.k)
+        else:
+            speculation = drafter_of("ngram" if plan.drafter == _FREE else plan.drafter, plan.k)
+        target = replace(target, more={**target.more, "speculation": speculation})
+        if plan.drafter == _FREE or {"on", "wrong"}.intersection(plan.modes):
+            change = _by_chance(rates, is_free=plan.drafter == _FREE)
     async with opened(target, rows=max(plan.batches), change_drafts=change) as subject:
         yield subject
 
