@@ -92,26 +92,29 @@ for trial, (depth, size) in enumerate([(1, 3), (4, 9), (3, 2), (4, 60), (2, 4), 
     scores[torch.from_numpy(draw.random(len(line_rows)) < 0.1), 1] = float("inf")
     stops = torch.full((ROWS, 32), -1, dtype=torch.int32)
     stops[::2, 0] = 1
+    seeds, certain = torch.zeros(ROWS, dtype=torch.int64), torch.from_numpy(draw.random(depth) < 0.7).float()
     states = []
-    for run in range(2):
+    for run, rates in enumerate((None, None, certain, certain)):
         state = SimpleNamespace(
             pool=pool.clone(), lengths=lengths.clone(), stopped=torch.zeros(ROWS, dtype=torch.int32),
             runs=torch.full((len(rows), lines + 2), -9, dtype=torch.int32),
         )
         launched = SimpleNamespace(
             scores=scores, ids=ids, rows=rows, line_rows=line_rows, tokens=made.tokens_B, positions=made.positions_B,
-            stops=stops, rates=None, context=CONTEXT, padding_row=ROWS - 1, LINES=lines, HEAD=2, **vars(state),
+            stops=stops, seeds=seeds, rates=rates, context=CONTEXT, padding_row=ROWS - 1, LINES=lines, HEAD=2,
+            RATES=rates is not None, **vars(state),
         )
-        if run:
+        if run % 2:
             slow_accept(launched)
         else:
             kernels._accept_kernel[(len(rows),)](
                 scores, ids, rows, line_rows, made.tokens_B, made.positions_B, state.pool, state.lengths, stops,
-                state.stopped, state.runs, None, None, CONTEXT, parts, ROWS - 1, CONTEXT,
-                LINES=lines, PARTS=4, STOPS=32, HEAD=2, RATES=False,
+                state.stopped, state.runs, seeds, rates, CONTEXT, parts, ROWS - 1, CONTEXT,
+                LINES=lines, PARTS=4, STOPS=32, HEAD=2, RATES=rates is not None,
             )
         states.append(state)
-    same(*states, ("pool", "lengths", "stopped", "runs"))
+    for pair in (states[:2], states[2:]):
+        same(*pair, ("pool", "lengths", "stopped", "runs"))
 
     going, at = torch.zeros(2, len(rows), dtype=torch.int32)
     mine = SimpleNamespace(going=going, places=at, runs=torch.full((len(rows), lines + 2), -9, dtype=torch.int32))
