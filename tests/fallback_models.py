@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),  # fmt: skip
     "flex_olmo": ("FlexOlmo", EXPERTS),
     "gemma": ("Gemma", {"head_dim": 24}),
-    "gpt_bigcode": ("GPTBigCode", {}),
+    "gpt_bigcode": ("GPTBigCode", {"intermediate_size": ...}),
     "hyperclovax": ("HyperCLOVAX", {"head_dim": 16, "attention_multiplier": 0.15, "logits_scaling": 3.0}),
     "jais2": ("Jais2", {"num_key_value_heads": 4}),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),

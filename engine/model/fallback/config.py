@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any, Final, NamedTuple, NoReturn
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -18,6 +19,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.fallback.values import check_values, refuse_field, told
 from headrace.engine.model.families.own_code import has_other_code
+from headrace.engine.model.families.unread import refuse_unread, says_nothing
 from headrace.engine.model.spec import LIMITS
 
 __all__ = ["FOUND_IN", "ModelClass", "knows", "model_class"]
@@ -26,6 +28,8 @@ FOUND_IN: Final = "the transformers library's own module"
 _ORIGIN: Final = "config.json"
 _LAYERS: Final = frozenset(("full_attention", "sliding_attention", "attention"))
 _CHANGING_ROPES: Final = frozenset(("dynamic", "longrope"))
+_READ_BESIDE: Final = frozenset(("head_dim", "partial_rotary_factor"))
+"""Fields that modules read where the class of their configuration does not have them."""
 _NOT_SHAPES: Final = (
     "_",
     "auto_map",
@@ -85,6 +89,7 @@ def model_class(described: Mapping[str, object]) -> ModelClass:
     if has_other_code(described, [name for name in _names(family) if isinstance(name, str)]):
         refuse(_ORIGIN, "auto_map", described["auto_map"], "models that need no code of their own")
     config = _read(described)
+    _check_unread(described, config)
     _check(config)
     _check_layers(config)
     named = described.get("architectures")
@@ -112,6 +117,20 @@ def _read(described: Mapping[str, object]) -> PreTrainedConfig:
         refuse_field(error, described, _ORIGIN)
         raise ModelRejected(f"{_ORIGIN}: transformers cannot read it: {told(error)}", field=_ORIGIN) from error
     return config
+
+
+def _check_unread(described: Mapping[str, object], config: PreTrainedConfig) -> None:
+    """Refuse fields that the configuration's class does not have: it keeps them, and the module does not read them.
+
+    Older names of fields do not count, which the class keeps no longer, nor do numbers that it works out itself.
+    """
+    kind = type(config)
+    own = {field.name for field in fields(kind)}.union(kind.attribute_map, _READ_BESIDE)
+    others = {name for name, value in described.items() if name not in own and not says_nothing(name, value)}
+    if others & vars(config).keys():
+        without = _read({name: value for name, value in described.items() if name not in others})
+        kept = vars(config).keys() - vars(without).keys()
+        refuse_unread(described, described.keys() - kept, _ORIGIN, f"transformers' {kind.__name__}")
 
 
 def _check(config: PreTrainedConfig) -> None:

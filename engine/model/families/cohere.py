@@ -7,6 +7,7 @@ R+ norms each head.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
@@ -17,7 +18,7 @@ from headrace.engine.model.spec import Attention, DecoderSpec, LayerSpec
 __all__ = ["COHERE", "check_cohere", "cohere_attention", "cohere_layer", "logit_scale"]
 
 _THETA = 5e5
-_ONLY = {
+_ONLY: Final[dict[str, str | bool]] = {
     "position_embedding_type": "rope_gptj",
     "use_embedding_sharing": True,
     "use_gated_activation": True,
@@ -45,8 +46,7 @@ def _head_norms(attention: Attention) -> dict[str, str]:
 def check_cohere(config: HfConfig) -> None:
     """Refuse a config of Cohere's that asks for a layer of another kind."""
     for field, only in _ONLY.items():
-        if config.data.get(field, only) != only:
-            config.refuse(field, only)
+        config.expect(field, only)
 
 
 def cohere_attention(config: HfConfig) -> Attention:

@@ -23,6 +23,7 @@ __all__ = ["COHERE2"]
 
 def _from_config(config: HfConfig) -> DecoderSpec:
     check_cohere(config)
+    config.expect("order_of_interleaved_layers", "local_attn_first")
     attention = cohere_attention(config)
     period = config.size("sliding_window_pattern", LIMITS["num_layers"], 4)
     usual = [(layer + 1) % period != 0 for layer in range(config.num_layers)]
@@ -34,4 +35,10 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return replace(spec, logits_scale=logit_scale(config))
 
 
-COHERE2 = Family("Cohere2ForCausalLM", "cohere2", _from_config, heeds=frozenset(("logit_scale",)))
+COHERE2 = Family(
+    "Cohere2ForCausalLM",
+    "cohere2",
+    _from_config,
+    heeds=frozenset(("logit_scale",)),
+    unread=frozenset(("layer_switch", "use_parallel_embedding")),
+)

@@ -18,6 +18,7 @@ _THETA = 500000.0
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
+    config.expect("compression_ratio", 1)
     biased = config.flag("use_bias", False)
     attention = config.attention(kv_heads=2, head_dim=128)
     attention = replace(attention, qkv_bias=biased, o_bias=biased, interleaved=True)
@@ -36,6 +37,7 @@ ERNIE4_5 = Family(
     "Ernie4_5ForCausalLM",
     "ernie4_5",
     _from_config,
+    unread=frozenset(("use_rmsnorm", "weight_share_add_bias")),
     former_names=("Ernie4_5_ForCausalLM",),
     gguf="ernie4_5",
     from_header=_from_header,

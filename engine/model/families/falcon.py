@@ -76,4 +76,5 @@ FALCON = Family(
     "falcon",
     _from_config,
     heeds=frozenset(("new_decoder_architecture", "parallel_attn")),
+    unread=frozenset(("ff_factor", "multi_query", "num_ln_in_parallel_attn")),
 )

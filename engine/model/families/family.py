@@ -24,6 +24,8 @@ class Family:
     """Returns the spec that a config.json describes; raises `ModelRejected`."""
     heeds: frozenset[str] = frozenset()
     """Fields that `from_config` reads and that are refused in the configs of other families."""
+    unread: frozenset[str] = frozenset()
+    """Fields that `from_config` need not read: what they say follows from others, or nothing follows from it."""
     headless: str | None = None
     """Name of the same architecture without a head; None for that of `architecture` with `Model` at its end."""
     former_names: tuple[str, ...] = ()

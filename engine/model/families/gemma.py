@@ -34,4 +34,11 @@ def _from_header(header: GgufHeader) -> DecoderSpec:
     return in_gguf(header, [LayerSpec(attention, feed, header.norms())] * header.num_layers, [header.rope(attention)])
 
 
-GEMMA = Family("GemmaForCausalLM", "gemma", _from_config, gguf="gemma", from_header=_from_header)
+GEMMA = Family(
+    "GemmaForCausalLM",
+    "gemma",
+    _from_config,
+    unread=frozenset(("hidden_activation",)),
+    gguf="gemma",
+    from_header=_from_header,
+)

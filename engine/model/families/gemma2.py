@@ -127,6 +127,7 @@ GEMMA2 = Family(
     "gemma2",
     _from_config,
     heeds=frozenset(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")),
+    unread=frozenset(("hidden_act", "sliding_window_size")),
     gguf="gemma2",
     from_header=_from_header,
     gguf_heeds=frozenset(

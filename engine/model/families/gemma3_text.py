@@ -62,6 +62,7 @@ GEMMA3 = Family(
     "gemma3_text",
     _from_config,
     heeds=frozenset(("query_pre_attn_scalar",)),
+    unread=frozenset(("hidden_act",)),
     headless="Gemma3TextModel",
     gguf="gemma3",
     from_header=_from_header,

@@ -205,11 +205,25 @@ _HEEDED: Final = frozenset(
     )
 )
 
+_UNREAD: Final = frozenset(
+    (
+        "global_head_dim",
+        "hidden_act",
+        "moe_intermediate_size",
+        "num_global_key_value_heads",
+        "top_k_experts",
+        "use_double_wide_mlp",
+        "vocab_size_per_layer_input",
+    )
+)
+"""Fields of experts, of layers without a window and of embeddings of layers: models that have these read them."""
+
 GEMMA4 = Family(
     "Gemma4ForCausalLM",
     "gemma4_text",
     _from_config,
     heeds=_HEEDED | {"enable_moe_block", "hidden_size_per_layer_input", "num_experts"},
+    unread=_UNREAD,
     headless="Gemma4TextModel",
 )
 
@@ -218,6 +232,7 @@ GEMMA4_UNIFIED = Family(
     "gemma4_unified_text",
     _from_unified,
     heeds=_HEEDED,
+    unread=_UNREAD,
     headless="Gemma4UnifiedTextModel",
 )
 """The same without experts and embeddings of layers, of which images and sound need no encoder: 12B."""

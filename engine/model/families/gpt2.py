@@ -57,4 +57,4 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return replace(spec, positions=PositionTable(config.max_context))
 
 
-GPT2 = Family("GPT2LMHeadModel", "gpt2", _from_config, headless="GPT2Model")
+GPT2 = Family("GPT2LMHeadModel", "gpt2", _from_config, unread=frozenset(("n_ctx",)), headless="GPT2Model")

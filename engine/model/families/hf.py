@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NoReturn
 
 from headrace.adapters.untrusted import Fields, refuse
 from headrace.engine.model.families.hf_rope import PART, read_rope, rope_fields
 from headrace.engine.model.families.sizes import check_heads, head_size, within
+from headrace.engine.model.families.unread import FieldsRead, refuse_unread
 from headrace.engine.model.roles import Names
 from headrace.engine.model.rope import Rope, Yarn
 from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
@@ -19,6 +20,7 @@ __all__ = ["HF_NAMES", "HfConfig"]
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
+_OTHER_MODULE: Final = '; model_impl="transformers" computes what the module of that library knows'
 # Fields of other families that change the arithmetic, with the values under which they change nothing.
 _NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "add_cross_attention": (None, False),
@@ -97,6 +99,8 @@ HF_NAMES = Names(
 class HfConfig(Fields):
     """A config.json of one architecture. Every method refuses a value that is not supported, by its field's name."""
 
+    data: FieldsRead
+    """The fields, which remember that they were read: `check_read` refuses the others."""
     architecture: str
     has_head: bool
     """Whether the architecture has an output head."""
@@ -111,9 +115,9 @@ class HfConfig(Fields):
             defaults: Values of fields that are absent or null, by their usual names.
         """
         renamed = {usual: self.data[own] for usual, own in spelling.items() if self.data.get(own) is not None}
-        given = {**self.data, **renamed}
+        given = self.data.changed(renamed)
         missing = {name: value for name, value in (defaults or {}).items() if given.get(name) is None}
-        return replace(self, data={**given, **missing}, spelling=spelling)
+        return replace(self, data=given.changed(missing), spelling=spelling)
 
     def refuse(self, field: str, limit: object) -> NoReturn:
         """Refuse the value of `field`, under the name that it has in this config."""
@@ -129,6 +133,20 @@ class HfConfig(Fields):
         # What it says is read with the weights: checkpoint/quantised/reader.py.
         if not isinstance(self.data.get("quantization_config"), (Mapping, type(None))):
             self.refuse("quantization_config", "an object")
+
+    def expect(self, field: str, *values: str | float) -> object:
+        """Return a field, the first of `values` where it is absent or null; refuse one that is none of them."""
+        found = self.data.get(field)
+        if found is None:
+            return values[0]
+        if not any(isinstance(found, bool) is isinstance(value, bool) and found == value for value in values):
+            self.refuse(field, " or ".join(map(repr, values)))
+        return found
+
+    def check_read(self, unread: Iterable[str] = ()) -> None:
+        """Refuse fields that nothing has read, once all has been read, but those in `unread` and harmless ones."""
+        read = self.data.looked_up.union(unread)
+        refuse_unread(self.data, read, self.origin, self.architecture, _OTHER_MODULE)
 
     @property
     def num_layers(self) -> int:
@@ -193,15 +211,23 @@ class HfConfig(Fields):
             windowed = by_type
         return tuple(window if is_windowed else None for is_windowed in windowed)
 
-    def rope(self, attention: Attention, default_theta: float = 10000.0, layer_type: str | None = None) -> Rope:
+    def rope(
+        self,
+        attention: Attention,
+        default_theta: float = 10000.0,
+        layer_type: str | None = None,
+        *,
+        own: Collection[str] = (),
+    ) -> Rope:
         """Return the rotary embedding of the config.
 
         Args:
             attention: Attention with the heads that are rotated.
             default_theta: Base of the frequencies where the config gives none.
             layer_type: Entry of `layer_types` whose rope is wanted, where a config may have several.
+            own: Fields of the rope's object that the family reads, and that are refused in others.
         """
-        return read_rope(self, self.max_context, attention, default_theta, layer_type)
+        return read_rope(self, self.max_context, attention, default_theta, layer_type, own)
 
     def partly_rotated(self, attention: Attention, default: float = 1.0) -> Attention:
         """Return attention that rotates a part of each head alone, as large as `partial_rotary_factor` says.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from headrace.adapters.untrusted import Fields, refuse
+from headrace.engine.model.families.unread import refuse_unread
 from headrace.engine.model.rope import Linear, Llama3, LongRope, Proportional, Rope, Yarn
 from headrace.engine.model.spec import LIMITS, Attention
 
@@ -16,6 +17,14 @@ PART: Final = "partial_rotary_factor"
 """Field that says which part of each head is rotated, within the object of the rope or beside it."""
 _ORIGINAL = "original_max_position_embeddings"
 _MOST_FACTOR = 1e6
+_KNOWN: Final = frozenset(
+    """
+    rope_type type rope_theta factor original_max_position_embeddings partial_rotary_factor low_freq_factor
+    high_freq_factor beta_fast beta_slow mscale mscale_all_dim attention_factor truncate short_factor long_factor
+    finetuned max_position_embeddings mrope_section mrope_interleaved
+    """.split()
+)
+"""Fields of a rope that some kind has, or that say nothing of text."""
 
 
 def rope_fields(config: Fields) -> tuple[str, Mapping[str, object]]:
@@ -45,7 +54,12 @@ def _agrees(older: object, given: Mapping[str, object]) -> bool:
 
 
 def read_rope(
-    config: Fields, max_context: int, attention: Attention, default_theta: float, layer_type: str | None = None
+    config: Fields,
+    max_context: int,
+    attention: Attention,
+    default_theta: float,
+    layer_type: str | None = None,
+    own: Collection[str] = (),
 ) -> Rope:
     """Return the rope of a config, or of its layers of one type.
 
@@ -55,6 +69,7 @@ def read_rope(
         attention: Attention with the heads that are rotated.
         default_theta: Base of the frequencies where the config gives none.
         layer_type: The type, under which `rope_parameters` may have an object of its own.
+        own: Fields of the rope that the caller reads.
 
     Raises:
         ModelRejected: The kind of rope is not supported, or one of its numbers is impossible.
@@ -74,9 +89,8 @@ def read_rope(
         return Rope(theta, Proportional(rope.real(PART, 0.0, 1.0, 1.0), rope.real("factor", 1e-6, _MOST_FACTOR, 1.0)))
     if PART in found and int(attention.head_dim * rope.real(PART, 0.0, 1.0)) != attention.rotated_dim:
         rope.refuse(PART, attention.rotated_dim / attention.head_dim)
-    several = next((field for field, value in found.items() if isinstance(value, Mapping)), None)
-    if several is not None and isinstance(kind, str):
-        rope.refuse(several, "one rope for all layers")
+    if isinstance(kind, str):
+        _check_fields(rope, found, own)
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
@@ -91,6 +105,14 @@ def read_rope(
         rope.real("factor", 1.0, _MOST_FACTOR)
         return Rope(theta)
     refuse(rope.origin, "rope_type", kind, "default, linear, llama3, yarn, longrope, dynamic")
+
+
+def _check_fields(rope: Fields, given: Mapping[str, object], own: Collection[str]) -> None:
+    """Refuse fields of a rope that stand for ropes of several kinds of layers, or that nothing reads."""
+    several = next((field for field, value in given.items() if isinstance(value, Mapping)), None)
+    if several is not None:
+        rope.refuse(several, "one rope for all layers")
+    refuse_unread(given, _KNOWN.union(own), rope.origin, "this rope")
 
 
 def _llama3(rope: Fields) -> Llama3:

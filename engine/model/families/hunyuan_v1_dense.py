@@ -7,6 +7,7 @@ power of `alpha`, so that its slowest pair turns `alpha` times slower (bloc97, 2
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from headrace.adapters.untrusted import Fields
 from headrace.engine.model.families.family import Family
@@ -23,6 +24,16 @@ _NAMES = replace(
     roles={**HF_NAMES.roles, "q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
 )
 _THETA = 10000.0
+_UNREAD: Final = frozenset(
+    """
+    attention_head_dim cla_share_factor dense_list moe_intermediate_size moe_topk norm_topk_prob norm_type
+    num_shared_expert org_vocab_size pool_type use_mixed_mlp_moe use_rotary_pos_emb
+    im_start_id im_end_id im_newline_id text_start_id text_end_id video_start_id video_end_id mask_init_id
+    anyres_pooling_size max_image_size num_media_embeds vit_input_resolution vit_mapping_type vit_norm_type vit_patch
+    vit_token
+    """.split()
+)
+"""Fields about experts, images and classes, which configs of dense models have beside their own."""
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
@@ -42,7 +53,7 @@ def _rope(config: HfConfig, attention: Attention) -> Rope:
     """Return the rope, which is stretched by `alpha` where its type is `dynamic`."""
     name, given = rope_fields(config)
     if given.get("rope_type", given.get("type")) != "dynamic" or given.get("alpha") is None:
-        return config.rope(attention)
+        return config.rope(attention, own=("alpha",))
     fields = Fields({"rope_theta": config.data.get("rope_theta"), **given}, f"{config.origin}: {name}")
     theta, alpha = fields.real("rope_theta", 1.0, 1e12, _THETA), fields.real("alpha", 1.0, 1e6)
     if attention.head_dim <= 2:
@@ -61,6 +72,7 @@ HUNYUAN = Family(
     "hunyuan_v1_dense",
     _from_config,
     heeds=frozenset(("use_qk_norm", "num_experts")),
+    unread=_UNREAD,
     gguf="hunyuan-dense",
     from_header=_from_header,
 )

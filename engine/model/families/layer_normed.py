@@ -39,7 +39,7 @@ def layer_norms(
 
 def multi_head(config: HfConfig) -> Attention:
     """Return attention with a key head for each query head, as in families without a field for anything else."""
-    return replace(config, data={**config.data, "num_key_value_heads": None}).attention()
+    return replace(config, data=config.data.changed({"num_key_value_heads": None})).attention()
 
 
 def plain_feed(config: HfConfig, activation: str, *, bias: bool = True) -> PlainFeed:

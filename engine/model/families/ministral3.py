@@ -38,7 +38,7 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     feed, norms = config.dense(), config.norms(1e-5)
     windows = config.windows(config.window(default=None))
     layers = (LayerSpec(replace(attention, window=window), feed, norms) for window in windows)
-    return config.decoder(layers, [config.rope(attention)])
+    return config.decoder(layers, [config.rope(attention, own=(_BETA,))])
 
 
 def _growth(config: HfConfig) -> QueryGrowth | None:

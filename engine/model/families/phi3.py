@@ -7,6 +7,7 @@ rotates a part of each head (Microsoft, 2025, "Phi-4-mini technical report").
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gguf import GgufHeader
@@ -21,8 +22,13 @@ _NAMES = replace(
     joined={"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")},
 )
 
+_ONES: Final = ("full_attn_mod", "interpolate_factor")
+"""Fields of Phi-4-mini's configs, and what alone is computed: 1."""
+
 
 def _from_config(config: HfConfig) -> DecoderSpec:
+    for field in _ONES:
+        config.expect(field, 1)
     attention = config.partly_rotated(config.attention())
     feed, norms = config.dense(), config.norms(default_epsilon=1e-5)
     windows = config.windows(config.window(default=None))

@@ -44,4 +44,11 @@ def _from_header(header: GgufHeader) -> DecoderSpec:
     return header.decoder(LayerSpec(attention, header.dense(), header.norms()), [header.rope(attention)])
 
 
-QWEN2 = Family("Qwen2ForCausalLM", "qwen2", _from_config, gguf="qwen2", from_header=_from_header)
+QWEN2 = Family(
+    "Qwen2ForCausalLM",
+    "qwen2",
+    _from_config,
+    unread=frozenset(("sliding_window",)),
+    gguf="qwen2",
+    from_header=_from_header,
+)

@@ -30,4 +30,11 @@ def _from_header(header: GgufHeader) -> DecoderSpec:
     return header.decoder(LayerSpec(attention, header.dense(), header.norms()), [header.rope(attention)])
 
 
-QWEN3 = Family("Qwen3ForCausalLM", "qwen3", _from_config, gguf="qwen3", from_header=_from_header)
+QWEN3 = Family(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    _from_config,
+    unread=frozenset(("sliding_window",)),
+    gguf="qwen3",
+    from_header=_from_header,
+)

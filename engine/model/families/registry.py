@@ -64,6 +64,7 @@ from headrace.engine.model.families.smollm3 import SMOLLM3
 from headrace.engine.model.families.stablelm import STABLELM
 from headrace.engine.model.families.starcoder2 import STARCODER2
 from headrace.engine.model.families.text_parts import HOMES, MULTIMODAL, Multimodal, text_part
+from headrace.engine.model.families.unread import FieldsRead
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "has_family", "read_hf_config"]
@@ -131,9 +132,11 @@ def from_hf(
     if whole is not None:
         return _of_text_part(whole, config, origin, families)
     architecture, family = _family(Fields(config, origin), families)
-    read = HfConfig(config, origin, architecture, has_head=architecture == family.architecture)
+    read = HfConfig(FieldsRead(config), origin, architecture, has_head=architecture == family.architecture)
     read.check(family.heeds)
-    return family.from_config(read)
+    spec = family.from_config(read)
+    read.check_read(family.unread)
+    return spec
 
 
 def from_gguf(
@@ -188,9 +191,10 @@ def _of_text_part(
     if config.get("model_type", whole.model_type) != whole.model_type:
         fields.refuse("model_type", f"{whole.model_type}, which goes with {whole.architecture}")
     for data, place in ((config, origin), (part.config, part.origin)):
-        read = HfConfig(data, place, whole.architecture, has_head=True)
+        read = HfConfig(FieldsRead(data), place, whole.architecture, has_head=True)
         read.check(family.heeds | {"text_config", "vision_config"})
     spec = family.from_config(read)
+    read.check_read(family.unread)
     return replace(spec, names=replace(spec.names, homes=HOMES, others=whole.others))
 
 

@@ -60,6 +60,7 @@ SMOLLM3 = Family(
     "smollm3",
     _from_config,
     heeds=frozenset(("no_rope_layers",)),
+    unread=frozenset(("max_window_layers", "no_rope_layer_interval", "sliding_window")),
     gguf="smollm3",
     from_header=_from_header,
 )

@@ -40,4 +40,5 @@ STABLELM = Family(
     "stablelm",
     _from_config,
     heeds=frozenset(("partial_rotary_factor", "qk_layernorm", "use_parallel_residual")),
+    unread=frozenset(("norm_eps", "rope_pct", "rotary_scaling_factor")),
 )

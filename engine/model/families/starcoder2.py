@@ -18,6 +18,8 @@ _NAMES = replace(HF_NAMES, roles={**HF_NAMES.roles, "up": "mlp.c_fc", "down": "m
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
+    config.expect("mlp_type", "default")
+    config.expect("norm_type", "layer_norm")
     biased = config.flag("use_bias", True)
     attention = replace(config.attention(kv_heads=2), qkv_bias=biased, o_bias=biased)
     feed = plain_feed(config, "gelu_pytorch_tanh", bias=biased)
@@ -27,4 +29,9 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return config.decoder(layers, [config.rope(attention)], _NAMES, is_tied=True)
 
 
-STARCODER2 = Family("Starcoder2ForCausalLM", "starcoder2", _from_config)
+STARCODER2 = Family(
+    "Starcoder2ForCausalLM",
+    "starcoder2",
+    _from_config,
+    unread=frozenset(("activation_function", "layer_norm_epsilon", "scale_attn_weights")),
+)

@@ -7,6 +7,7 @@ each architecture what its other parts are called; their tensors are left unread
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -29,6 +30,8 @@ Each stands in place of `Names.prefix`, and beside it what stands before the nam
 """
 _CONFIG: Final = "text_config"
 _ROPES: Final = ("rope_parameters", "rope_scaling")
+_OF_PARTS: Final = re.compile("(image|video|vision|visual|audio|perceiver|pixel|resampler)_.*|use_resampler")
+"""Fields about other parts, which may stand among those of the text part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,8 @@ def text_part(whole: Multimodal, config: Mapping[str, object], origin: str) -> T
         refuse(origin, _CONFIG, given, "an object that describes the text part")
     named = given.get("model_type", whole.text_type)
     kind = whole.text_type if whole.has_own_text or not isinstance(named, str) else named
-    fields: dict[str, object] = {**_DEFAULTS.get(kind, {}), **given}
+    of_text = {name: value for name, value in given.items() if not _OF_PARTS.fullmatch(name)}
+    fields: dict[str, object] = {**_DEFAULTS.get(kind, {}), **of_text}
     fields["dtype"] = _first(config, given, "dtype", "torch_dtype")
     fields["tie_word_embeddings"] = _tied(config, given)
     if whole.has_own_text:

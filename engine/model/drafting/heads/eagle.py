@@ -16,6 +16,7 @@ from typing import Final, Literal
 from headrace.adapters.untrusted import Fields
 from headrace.engine.model.drafting.heads.spec import RecurrentSpec
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
+from headrace.engine.model.families.unread import FieldsRead
 from headrace.engine.model.roles import Names
 from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
 
@@ -111,7 +112,7 @@ def _config(config: Mapping[str, object], origin: str) -> HfConfig:
     """Return the config, whose fields have the meaning that Llama's have."""
     inner = config.get("eagle_config")
     given = {**inner, **config} if isinstance(inner, Mapping) else config
-    read = HfConfig(given, f"{origin}/config.json", "LlamaForCausalLM", has_head=True)
+    read = HfConfig(FieldsRead(given), f"{origin}/config.json", "LlamaForCausalLM", has_head=True)
     read.check(_READ)
     return read
 

@@ -6,7 +6,7 @@ among the experts of a few groups (section 2.2.2), V2-Lite among all. Weights ar
 
 from __future__ import annotations
 
-from headrace.engine.model.families.experts.latents import HEEDED, expect, latent_attention, latent_decoder
+from headrace.engine.model.families.experts.latents import HEEDED, UNREAD, latent_attention, latent_decoder
 from headrace.engine.model.families.experts.reading import dense_at_first, grouped, read_routing
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig
@@ -19,12 +19,12 @@ _GROUPED = "group_limited_greedy"
 
 
 def _routing(config: HfConfig) -> Routing:
-    expect(config, "scoring_func", "softmax")
+    config.expect("scoring_func", "softmax")
     if config.flag("norm_topk_prob", False):
         config.refuse("norm_topk_prob", "false: the authors' code and transformers disagree about true")
     routing = read_routing(config, experts=64, top_k=None, names=("n_routed_experts",))
     routing = grouped(config, routing, routing)
-    if expect(config, "topk_method", "greedy", _GROUPED) == _GROUPED:
+    if config.expect("topk_method", "greedy", _GROUPED) == _GROUPED:
         return routing
     return Routing(routing.experts, routing.top_k, scale=routing.scale)
 
@@ -36,5 +36,5 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     )
 
 
-DEEPSEEK_V2 = Family("DeepseekV2ForCausalLM", "deepseek_v2", _from_config, heeds=HEEDED)
+DEEPSEEK_V2 = Family("DeepseekV2ForCausalLM", "deepseek_v2", _from_config, heeds=HEEDED, unread=UNREAD)
 """The family; checkpoints come with the authors' code, which is not run."""

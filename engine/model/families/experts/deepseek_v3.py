@@ -5,7 +5,7 @@ DeepSeek-AI (2024), "DeepSeek-V3 technical report". The layer that predicts a fu
 
 from __future__ import annotations
 
-from headrace.engine.model.families.experts.latents import HEEDED, expect, latent_attention, latent_decoder
+from headrace.engine.model.families.experts.latents import HEEDED, UNREAD, latent_attention, latent_decoder
 from headrace.engine.model.families.experts.reading import corrected_routing, dense_at_first
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig
@@ -16,8 +16,8 @@ __all__ = ["DEEPSEEK_V3"]
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
-    expect(config, "scoring_func", "sigmoid")
-    expect(config, "topk_method", "noaux_tc")
+    config.expect("scoring_func", "sigmoid")
+    config.expect("topk_method", "noaux_tc")
     interleaved = config.flag("rope_interleave", True)
     attention = latent_attention(config, query_latent=1536, plain=128, value=128, interleaved=interleaved)
     routing = corrected_routing(config, Routing(256, 8, groups=8, top_groups=4, scale=2.5))
@@ -25,5 +25,5 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     return latent_decoder(config, attention, routing, expert=2048, shared=1, is_dense=is_dense, corrected=True)
 
 
-DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", "deepseek_v3", _from_config, heeds=HEEDED)
+DEEPSEEK_V3 = Family("DeepseekV3ForCausalLM", "deepseek_v3", _from_config, heeds=HEEDED, unread=UNREAD)
 """The family; checkpoints come with the authors' code, which is not run."""

@@ -62,6 +62,7 @@ def _has_experts(config: HfConfig) -> list[bool]:
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
+    config.expect("compression_ratio", 1)
     if config.flag("use_bias", False):
         config.refuse("use_bias", "false")
     attention, norms = replace(config.attention(kv_heads=4), interleaved=True), config.norms(1e-5)
@@ -85,6 +86,7 @@ ERNIE_4_5_MOE = Family(
     "ernie4_5_moe",
     _from_config,
     heeds=frozenset(("moe_num_experts",)),
+    unread=frozenset(("moe_capacity", "moe_gate", "moe_use_aux_free", "num_nextn_predict_layers", "use_rmsnorm")),
     gguf="ernie4_5-moe",
     from_header=_from_header,
     gguf_heeds=EXPERT_KEYS | SHARED_KEYS | {"leading_dense_block_count", _STEP},

@@ -6,7 +6,7 @@ that predicts a further token is left unread.
 
 from __future__ import annotations
 
-from headrace.engine.model.families.experts.latents import HEEDED, expect, latent_attention, latent_decoder
+from headrace.engine.model.families.experts.latents import HEEDED, UNREAD, latent_attention, latent_decoder
 from headrace.engine.model.families.experts.reading import corrected_routing, dense_at_first
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig
@@ -31,8 +31,8 @@ def _is_dense(config: HfConfig) -> list[bool]:
 
 
 def _from_config(config: HfConfig) -> DecoderSpec:
-    expect(config, "scoring_func", "sigmoid")
-    expect(config, "topk_method", "noaux_tc")
+    config.expect("scoring_func", "sigmoid")
+    config.expect("topk_method", "noaux_tc")
     interleaved = config.flag("rope_interleave", True)
     attention = latent_attention(config, query_latent=768, plain=192, value=256, interleaved=interleaved)
     routing = corrected_routing(config, Routing(64, 4, scale=1.8))
@@ -41,4 +41,4 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     )
 
 
-GLM4_MOE_LITE = Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _from_config, heeds=HEEDED)
+GLM4_MOE_LITE = Family("Glm4MoeLiteForCausalLM", "glm4_moe_lite", _from_config, heeds=HEEDED, unread=UNREAD)

@@ -71,6 +71,7 @@ GPT_OSS = Family(
     "gpt_oss",
     _from_config,
     heeds=COUNTS,
+    unread=frozenset(("experts_per_token", "initial_context_length")),
     gguf="gpt-oss",
     from_header=_from_header,
     gguf_heeds=EXPERT_KEYS | {"attention.sliding_window", "attention.sliding_window_pattern"},

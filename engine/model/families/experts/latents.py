@@ -23,10 +23,12 @@ from headrace.engine.model.rope import Rope, Yarn
 from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
 from headrace.ops.routing import Routing
 
-__all__ = ["HEEDED", "expect", "latent_attention", "latent_decoder"]
+__all__ = ["HEEDED", "UNREAD", "latent_attention", "latent_decoder"]
 
 HEEDED: Final = frozenset(("kv_lora_rank", "n_routed_experts", "partial_rotary_factor"))
 """Fields of these families that others refuse."""
+UNREAD: Final = frozenset(("head_dim", "qk_head_dim"))
+"""Fields that repeat sizes of other fields."""
 _NAMES = replace(
     EXPERT_NAMES,
     roles={
@@ -41,16 +43,6 @@ _NAMES = replace(
     },
 )
 _ALL_DIMS = "mscale_all_dim"
-
-
-def expect(config: HfConfig, field: str, *values: object) -> object:
-    """Return a field, which is the first of `values` where it is absent or null; refuse one that is none of them."""
-    found = config.data.get(field)
-    if found is None:
-        return values[0]
-    if isinstance(found, bool) or found not in values:
-        config.refuse(field, " or ".join(map(repr, values)))
-    return found
 
 
 def latent_attention(
@@ -128,7 +120,7 @@ def latent_decoder(
         epsilon: `rms_norm_eps` where the config gives none.
         corrected: Whether a correction of each expert is added to its score for the choice.
     """
-    expect(config, "moe_layer_freq", 1)
+    config.expect("moe_layer_freq", 1)
     if config.flag("mlp_bias", False):
         config.refuse("mlp_bias", "false")
     config.windows()  # has none, and refuses layer_types that say otherwise

@@ -36,7 +36,7 @@ def _routing(config: HfConfig) -> Routing:
 
 def _rope(config: HfConfig, attention: Attention) -> Rope:
     """Return a plain rope, or longrope with the magnitudes that the config gives to short and long contexts."""
-    rope = config.rope(attention, 1e6)
+    rope = config.rope(attention, 1e6, own=("short_mscale", "long_mscale"))
     name, given = rope_fields(config)
     fields = Fields(given, f"{config.origin}: {name}")
     if rope.scaling is None:

@@ -52,6 +52,7 @@ QWEN2_MOE = Family(
     "qwen2_moe",
     _from_config,
     heeds=COUNTS,
+    unread=frozenset(("intermediate_size", "max_window_layers", "sliding_window")),
     gguf="qwen2moe",
     from_header=_from_header,
     gguf_heeds=EXPERT_KEYS | {"expert_shared_feed_forward_length"},

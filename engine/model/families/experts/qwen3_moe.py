@@ -50,6 +50,7 @@ QWEN3_MOE = Family(
     "qwen3_moe",
     _from_config,
     heeds=COUNTS | {"use_qk_norm"},
+    unread=frozenset(("intermediate_size", "max_window_layers", "sliding_window")),
     gguf="qwen3moe",
     from_header=_from_header,
     gguf_heeds=EXPERT_KEYS,

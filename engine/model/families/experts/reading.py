@@ -120,8 +120,9 @@ def dense_at_first(config: HfConfig, first: int) -> list[bool]:
 
 def names_of_layers(config: HfConfig, names: Names) -> Names:
     """Return names that leave layers behind the last unread: those that predict further tokens."""
-    given = config.data.get("num_nextn_predict_layers") != 0
-    count = config.size("num_nextn_predict_layers", LIMITS["num_layers"], 1) if given else 1
+    names_of_count = ("num_nextn_predict_layers", "num_mtp_layers")
+    field = next((name for name in names_of_count if config.data.get(name) is not None), names_of_count[0])
+    count = 1 if config.data.get(field) == 0 else config.size(field, LIMITS["num_layers"], 1)
     further = "|".join(str(config.num_layers + layer) for layer in range(count))
     unread = re.compile(rf"{names.harmless.pattern}|(model\.)?layers\.({further})\..*")
     return replace(names, harmless=unread)
