@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
+from typing import Any
 
+import fallback_models
+import pytest
 from quantised_checkpoints import CASES
 
 from headrace.engine.model.checkpoint.quantised import auto_round, compressed_tensors, modelopt
 from headrace.engine.model.checkpoint.quantised.reader import METHODS
-from headrace.engine.model.families.experts.granitemoeshared import GRANITE_MOE_SHARED
-from headrace.engine.model.families.experts.mixtral import MIXTRAL
-from headrace.engine.model.families.mistral import MISTRAL
-from headrace.engine.model.families.olmo3 import OLMO3
 from headrace.engine.model.families.registry import FAMILIES
 from headrace.engine.model.families.text_parts import MULTIMODAL
 from headrace.engine.tokens.gguf import PRE_TOKENIZERS
+from headrace.engine.tools.registry import format_names
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of is not ours to fix
 
 ROOT = Path(__file__).parents[3]
 PLAIN = "float32"
-ALIKE = {
-    MISTRAL.architecture: "as `llama",
-    MIXTRAL.architecture: "as `llama",
-    OLMO3.architecture: "as `olmo2",
-    GRANITE_MOE_SHARED.architecture: "as `granitemoe",
-}
-"""Families whose GGUF files call themselves like those of another."""
 
 
 def rows() -> dict[str, tuple[str, set[str]]]:
@@ -36,17 +32,41 @@ def rows() -> dict[str, tuple[str, set[str]]]:
     return {method.strip("`"): (read, set(kept.strip("` ").split("`, `"))) for method, read, kept in cells}
 
 
-def test_the_table_has_the_families() -> None:
-    lines = (ROOT / "docs/models.md").read_text().splitlines()
-    named = [line for line in lines if re.match(r"\| `\w+(ForCausalLM|LMHeadModel)`", line)]
-    cells = [line.strip("| ").split(" | ") for line in named]
-    assert {each[0].strip("`"): each[2].strip("`") for each in cells} == {
-        family.architecture: family.gguf or ALIKE.get(family.architecture, "–") for family in FAMILIES
-    }
+@pytest.fixture(scope="module")
+def written() -> dict[str, Any]:
+    """What docs/models_table.py has."""
+    return runpy.run_path(str(ROOT / "docs/models_table.py"))
+
+
+def test_the_table_of_models_is_what_the_script_writes(written: dict[str, Any]) -> None:
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    assert written["written"]() == page, "run `python docs/models_table.py`, which writes the table of models.md"
+    named = re.findall(r"^\| `(\w+)` \|", page.partition("\n\nMany checkpoints")[0], re.MULTILINE)
+    assert len(named) == len(set(named)) > 80
+
+
+def test_the_table_of_models_has_all_that_are_known(written: dict[str, Any]) -> None:
+    native = {family.model_type for family in FAMILIES}
+    assert written["NATIVE"].keys() == native
+    compared = {fallback_models.config_of(name).model_type for name in fallback_models.FAMILIES}
+    assert written["FALLBACK"].keys() == compared - native
+    assert not written["REFUSED"].keys() & (compared | native)
+    formats = {name for noted in written["NATIVE"].values() for name in noted.tools.split()}
+    assert formats <= set(format_names())
+
+
+def test_the_table_of_models_names_the_tests_that_compare_them(written: dict[str, Any]) -> None:
+    shared = (ROOT / "tests/layer_normed_models.py").read_text()
+    for name, _, runs, _, _, _, tests, _ in [*written["native"](), *written["others"]()]:
+        stem = re.sub("ForCausalLM|LMHeadModel", "", name.strip("`"))
+        for test in tests.strip("`").split("`, `") if runs in ("native", "fallback") else ():
+            text = (ROOT / f"tests/parity/{test}.py").read_text()
+            text += shared if test == "test_families" else ""
+            assert runs == "fallback" or test == "test_gguf_families" or stem in text, name
 
 
 def test_the_table_has_the_text_parts() -> None:
-    lines = (ROOT / "docs/models.md").read_text().splitlines()
+    lines = (ROOT / "docs/models.md").read_text().partition("### Text parts")[2].splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| `\w+ForConditionalGeneration`", line)]
     assert {each[0].strip("`"): tuple(each[3].strip("`").split("`, `")) for each in cells} == {
         each.architecture: each.others for each in MULTIMODAL
