@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["PUBLISHED"]
+__all__ = ["PUBLISHED", "PUBLISHED_OTHERS"]
 
 
 def _config(
@@ -143,6 +143,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
     "Qwen2.5-7B": _config(
         "Qwen2ForCausalLM", "qwen2", (3584, 18944, 28, 28, 4, 131072, 152064), **_QWEN2, use_mrope=False
+    ),
+    "Qwen2.5-7B-Instruct-1M": _config(
+        "Qwen2ForCausalLM", "qwen2", (3584, 18944, 28, 28, 4, 1010000, 152064), **_QWEN2,
+        dual_chunk_attention_config={
+            "chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144,
+        },
     ),
     "Qwen3-8B": _config("Qwen3ForCausalLM", "qwen3", (4096, 12288, 36, 32, 8, 40960, 151936), **_QWEN3),
     "Qwen3-30B-A3B": _config(
@@ -465,3 +471,49 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """By the name of the model."""
+
+_GPTJ: dict[str, Any] = {
+    "activation_function": "gelu_new", "attn_pdrop": 0.0, "bos_token_id": 50256, "embd_pdrop": 0.0,
+    "eos_token_id": 50256, "gradient_checkpointing": False, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "n_embd": 4096, "n_head": 16, "n_inner": None, "n_layer": 28, "n_positions": 2048, "resid_pdrop": 0.0,
+    "rotary_dim": 64, "scale_attn_weights": True, "summary_activation": None, "summary_first_dropout": 0.1,
+    "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50, "temperature": 1.0}},
+    "tie_word_embeddings": False, "tokenizer_class": "GPT2Tokenizer", "transformers_version": "4.18.0.dev0",
+    "use_cache": True, "vocab_size": 50400,
+}  # fmt: skip
+PUBLISHED_OTHERS: dict[str, dict[str, Any]] = {
+    "gpt-j-6b": {**_GPTJ, "architectures": ["GPTJForCausalLM"], "model_type": "gptj", "rotary": True},
+    "codegen-6B-mono": {**_GPTJ, "architectures": ["CodeGenForCausalLM"], "model_type": "codegen", "n_ctx": 2048},
+    "gpt_bigcode-santacoder": {
+        "activation_function": "gelu_pytorch_tanh", "architectures": ["GPTBigCodeForCausalLM"],
+        "attention_softmax_in_fp32": True, "attn_pdrop": 0.1, "bos_token_id": 49152, "embd_pdrop": 0.1,
+        "eos_token_id": 49152, "inference_runner": 0, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+        "max_batch_size": None, "max_sequence_length": None, "model_type": "gpt_bigcode", "multi_query": True,
+        "n_embd": 2048, "n_head": 16, "n_inner": 8192, "n_layer": 24, "n_positions": 2048, "pad_key_length": True,
+        "pre_allocate_kv_cache": False, "resid_pdrop": 0.1, "scale_attention_softmax_in_fp32": True,
+        "scale_attn_weights": True, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+        "validate_runner_input": True, "vocab_size": 49280,
+    },
+    "Apertus-8B": _config(
+        "ApertusForCausalLM", "apertus", (4096, 21504, 32, 32, 8, 65536, 131072), **_RMS, attention_bias=False,
+        hidden_dropout=0.0, mlp_bias=False, pad_token_id=3, post_norm=False, qk_norm=True, tie_word_embeddings=False,
+    ) | {"hidden_act": "xielu", "rope_scaling": {**_LLAMA3, "type": "llama3"}, "rope_theta": 12000000},
+    "MiniMax-M2": _config(
+        "MiniMaxM2ForCausalLM", "minimax_m2", (3072, 1536, 62, 48, 8, 196608, 200064), attention_dropout=0.0,
+        attn_type_list=[1] * 62, head_dim=128, layernorm_full_attention_beta=1.0, layernorm_linear_attention_beta=1.0,
+        layernorm_mlp_beta=1.0, mtp_transformer_layers=1, num_experts_per_tok=8, num_local_experts=256,
+        num_mtp_modules=3, output_router_logits=False, qk_norm_type="per_layer", rms_norm_eps=1e-06,
+        rope_theta=5000000, rotary_dim=64, router_aux_loss_coef=0.001, router_jitter_noise=0.0, scoring_func="sigmoid",
+        shared_intermediate_size=0, sliding_window=None, tie_word_embeddings=False, use_mtp=True, use_qk_norm=True,
+        use_routing_bias=True,
+    ),
+    "OLMo-1B-hf": _config("OlmoForCausalLM", "olmo", (2048, 8192, 16, 16, 16, 2048, 50304))
+    | {"attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None, "pretraining_tp": 1, "rope_theta": 10000.0},
+    "Nemotron-Mini-4B": _config("NemotronForCausalLM", "nemotron", (3072, 9216, 32, 24, 8, 4096, 256000))
+    | {
+        "attention_bias": False, "hidden_act": "relu2", "hidden_dropout": 0.0, "head_dim": 128, "mlp_bias": False,
+        "norm_eps": 1e-05, "partial_rotary_factor": 0.5, "rope_theta": 10000, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""The same of models that transformers' own module computes, in 16 bits where they are published quantised."""

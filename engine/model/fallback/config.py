@@ -28,6 +28,16 @@ FOUND_IN: Final = "the transformers library's own module"
 _ORIGIN: Final = "config.json"
 _LAYERS: Final = frozenset(("full_attention", "sliding_attention", "attention"))
 _CHANGING_ROPES: Final = frozenset(("dynamic", "longrope"))
+_UNREAD: Final[Mapping[str, frozenset[str]]] = {
+    "apertus": frozenset(("qk_norm",)),
+    "minimax_m2": frozenset(
+        """
+        attn_type_list layernorm_full_attention_beta layernorm_linear_attention_beta layernorm_mlp_beta
+        mtp_transformer_layers num_mtp_modules qk_norm_type rotary_dim scoring_func use_mtp use_qk_norm use_routing_bias
+        """.split()
+    ),
+}
+"""Fields of published configs, by `model_type`, that say what the module does in any case, or that it makes use of."""
 _READ_BESIDE: Final = frozenset(("head_dim", "partial_rotary_factor"))
 """Fields that modules read where the class of their configuration does not have them."""
 _NOT_SHAPES: Final = (
@@ -126,6 +136,7 @@ def _check_unread(described: Mapping[str, object], config: PreTrainedConfig) -> 
     """
     kind = type(config)
     own = {field.name for field in fields(kind)}.union(kind.attribute_map, _READ_BESIDE)
+    own |= _UNREAD.get(config.model_type, frozenset())
     others = {name for name, value in described.items() if name not in own and not says_nothing(name, value)}
     if others & vars(config).keys():
         without = _read({name: value for name, value in described.items() if name not in others})

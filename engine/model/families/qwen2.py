@@ -5,15 +5,19 @@ Yang et al. (2024), "Qwen2 technical report".
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
+from headrace.adapters.untrusted import Fields
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HfConfig
-from headrace.engine.model.spec import DecoderSpec, LayerSpec
+from headrace.engine.model.spec import LIMITS, DecoderSpec, LayerSpec
 
 __all__ = ["QWEN2", "qwen_windows"]
 
+_CHUNKS: Final = "dual_chunk_attention_config"
 _FULL_LAYERS = 28  # the default of `max_window_layers`
 
 
@@ -31,7 +35,23 @@ def qwen_windows(config: HfConfig) -> tuple[int | None, ...]:
     return config.windows(window, [layer >= first for layer in range(config.num_layers)], types_decide=True)
 
 
+def _unchunked(config: HfConfig) -> HfConfig:
+    """Return a config whose context is as long as positions are plain: Qwen2.5-1M computes others in longer ones."""
+    given = config.data.get(_CHUNKS)
+    if given is None:
+        return config
+    if not isinstance(given, Mapping):
+        config.refuse(_CHUNKS, "an object")
+    chunks, most = Fields(given, f"{config.origin}: {_CHUNKS}"), LIMITS["max_context"]
+    size, local = chunks.size("chunk_size", most), chunks.size("local_size", most)
+    if size <= local:
+        chunks.refuse("chunk_size", f"more than local_size, which is {local}")
+    context = min(config.max_context, size - local)
+    return replace(config, data=config.data.changed({"max_position_embeddings": context}))
+
+
 def _from_config(config: HfConfig) -> DecoderSpec:
+    config = _unchunked(config)
     attention = replace(config.attention(), qkv_bias=True)
     feed, norms = config.dense(), config.norms()
     windows = qwen_windows(config)

@@ -33,5 +33,5 @@ STARCODER2 = Family(
     "Starcoder2ForCausalLM",
     "starcoder2",
     _from_config,
-    unread=frozenset(("activation_function", "layer_norm_epsilon", "scale_attn_weights")),
+    unread=frozenset(("activation_function", "layer_norm_epsilon")),
 )

@@ -38,7 +38,8 @@ _HARMLESS: Final = frozenset(
     neftune_noise_alpha pretraining_tp ep_size tp_size sequence_parallel use_recompute
 
     reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32 fp32_residual_connection
-    enable_lm_head_fp32 masked_softmax_fusion
+    enable_lm_head_fp32 masked_softmax_fusion pad_key_length pre_allocate_kv_cache validate_runner_input
+    inference_runner max_batch_size
     """.split()
 )
 """Fields about files, outputs, generation, tokenizers, training, and the dtype or the kernel of a result."""
@@ -50,6 +51,13 @@ _HARMLESS_NAMES: Final = re.compile(
     "|.*attn_implementation|.*flash_att.*|fuse_.*|fused_.*|use_fused_.*"
     "|summary_.*|classifier_.*|unsloth_.*"
 )
+_USUAL: Final[Mapping[str, object]] = {
+    "is_causal": True,
+    "learned_embeddings": True,
+    "rotary": True,
+    "scale_attn_weights": True,
+}
+"""Fields of early configs, with the value that says what all models do that have them."""
 _ABSENT: Final[tuple[object, ...]] = (None, False, 0, "", [], {})
 
 
@@ -83,6 +91,8 @@ class FieldsRead(Mapping[str, object]):
 
 def says_nothing(name: str, value: object) -> bool:
     """Return whether a field that is not read leaves what a model computes as it is."""
+    if name in _USUAL and value == _USUAL[name]:
+        return True
     return value in _ABSENT or name in _HARMLESS or _HARMLESS_NAMES.fullmatch(name) is not None
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import fallback_models
 import pytest
 import tiny_models
-from published_configs import PUBLISHED
+from published_configs import PUBLISHED, PUBLISHED_OTHERS
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headrace.engine import EngineConfig, ModelRejected
 from headrace.engine.model.fallback.choice import fallback_for
+from headrace.engine.model.fallback.config import model_class
 from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.hf import HfConfig
@@ -101,6 +102,7 @@ def test_names_that_resemble_those_of_harmless_fields_are_refused(field: str) ->
             "order_of_interleaved_layers",
         ),
         ("falcon-7b", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+        ("opt-1.3b", {"learned_embeddings": "sinusoidal"}, "learned_embeddings"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ],
 )
@@ -154,6 +156,23 @@ def test_a_drafting_reader_may_change_fields_and_still_remember() -> None:
     changed = fields.changed({"hidden_size": 8})
     assert changed["hidden_size"] == 8 and "n_embd" in changed and changed.get("missing") is None
     assert fields.looked_up == {"hidden_size", "n_embd", "missing"} and len(changed) == 3
+
+
+def test_the_context_of_a_model_with_chunks_ends_where_they_begin() -> None:
+    config = PUBLISHED["Qwen2.5-7B-Instruct-1M"]
+    assert from_hf(config).max_context == 262144 - 8192
+    for chunks in ({"chunk_size": 4, "local_size": 4}, {"chunk_size": -1, "local_size": 1}, [1], {"local_size": 8}):
+        with pytest.raises(ModelRejected, match="chunk"):
+            from_hf({**config, "dual_chunk_attention_config": chunks})
+
+
+@pytest.mark.parametrize("name", PUBLISHED_OTHERS)
+@pytest.mark.filterwarnings("ignore")
+def test_published_configs_of_others_are_read(name: str) -> None:
+    config = PUBLISHED_OTHERS[name]
+    assert [model_class(config).kind.__name__] == config["architectures"]
+    with pytest.raises(ModelRejected, match="residual_gate"):
+        model_class({**config, "residual_gate": 2})
 
 
 @pytest.mark.parametrize("name", fallback_models.FAMILIES)

@@ -63,6 +63,7 @@ def _has_experts(config: HfConfig) -> list[bool]:
 
 def _from_config(config: HfConfig) -> DecoderSpec:
     config.expect("compression_ratio", 1)
+    config.expect("moe_gate_act", "softmax")
     if config.flag("use_bias", False):
         config.refuse("use_bias", "false")
     attention, norms = replace(config.attention(kv_heads=4), interleaved=True), config.norms(1e-5)
