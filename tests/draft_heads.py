@@ -16,8 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["HEADS", "VOCABULARY", "Eagle3Head", "EagleHead", "Head", "MedusaHead", "MtpHead", "TargetStates"]
+from headrace.engine.scheduling.asked import Sampling
+from headrace.ops.cpu.sample import Choosing, sample
 
+__all__ = ["HEADS", "VOCABULARY", "Eagle3Head", "EagleHead", "Head", "MedusaHead", "MtpHead", "TargetStates", "chosen"]
+
+GREEDY = Sampling()
 SIZE, VOCABULARY, EPSILON, THETA = 32, 96, 1e-5, 10000.0
 HEAD_COUNT, KEY_HEADS, HEAD_SIZE, WIDTH = 4, 2, 8, 48
 Tensors = dict[str, Tensor]
@@ -84,6 +88,12 @@ def layer_tensors(prefix: str, inputs: int = SIZE, *, biased: bool = False) -> T
     return found | {f"{prefix}post_attention_layernorm.weight": 1 + torch.randn(SIZE) * 0.2}
 
 
+def chosen(scores: Tensor, sampling: Sampling, position: int) -> int:
+    """The token that a target with these scores would choose for a position."""
+    asked = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed
+    return sample(scores[None], [Choosing(*asked, position)])[0]
+
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -112,7 +122,9 @@ class Head:
         save_file({name: each.contiguous() for name, each in self.tensors.items()}, folder / self.file)
         return folder
 
-    def drafts(self, states: TargetStates, following: Sequence[int], count: int) -> list[int]:
+    def drafts(
+        self, states: TargetStates, following: Sequence[int], count: int, sampling: Sampling = GREEDY
+    ) -> list[int]:
         """Tokens behind the last of `following`, which holds the token behind each computed position."""
         raise NotImplementedError
 
@@ -131,13 +143,18 @@ class Chained(Head):
     def scores(self, output: Tensor, states: TargetStates) -> Tensor:
         return output @ states.head.T
 
-    def drafts(self, states: TargetStates, following: Sequence[int], count: int) -> list[int]:
+    def drafts(
+        self, states: TargetStates, following: Sequence[int], count: int, sampling: Sampling = GREEDY
+    ) -> list[int]:
         table = self.tensors.get("embed_tokens.weight", states.embedding)
         tokens, entries = table[torch.tensor(following)], self.entries(states)[: len(following)]
         found: list[int] = []
-        for _ in range(count):
+        for place in range(count):
             output = self.outputs(tokens, entries)[-1:]
-            found.append(self.target_id(int(self.scores(output, states).argmax())))
+            scores = self.scores(output, states)[0]
+            ids = torch.tensor([self.target_id(draft) for draft in range(len(scores))])
+            wide = torch.full((len(states.head),), -torch.inf).index_copy(0, ids, scores)
+            found.append(chosen(wide, sampling, len(following) + 1 + place))
             tokens = torch.cat((tokens, table[found[-1:]]))
             entries = torch.cat((entries, output))
         return found
@@ -269,14 +286,17 @@ class MedusaHead(Head):
                 self.tensors[f"{prefix}{head}.{block}.linear.bias"] = torch.randn(SIZE)
             self.tensors[f"{prefix}{head}.{blocks}.weight"] = torch.randn(VOCABULARY, SIZE) * 0.3
 
-    def drafts(self, states: TargetStates, following: Sequence[int], count: int) -> list[int]:
+    def drafts(
+        self, states: TargetStates, following: Sequence[int], count: int, sampling: Sampling = GREEDY
+    ) -> list[int]:
         found = []
         for head in range(count):
             x = states.final[len(following) - 1]
             for block in range(self.blocks):
                 name = f"{self.prefix}{head}.{block}.linear"
                 x = x + functional.silu(self.tensors[f"{name}.weight"] @ x + self.tensors[f"{name}.bias"])
-            found.append(int((self.tensors[f"{self.prefix}{head}.{self.blocks}.weight"] @ x).argmax()))
+            scores = self.tensors[f"{self.prefix}{head}.{self.blocks}.weight"] @ x
+            found.append(chosen(scores, sampling, len(following) + 1 + head))
         return found
 
 

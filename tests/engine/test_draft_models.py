@@ -13,6 +13,7 @@ import anyio
 import numpy as np
 import pytest
 import torch
+from draft_heads import chosen
 from drafting_engines import small_folder, talk
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,11 +26,13 @@ from headrace.engine.model.cpu.drafts import CpuDrafts
 from headrace.engine.model.cpu.heads import DraftAsk
 from headrace.engine.model.drafting.draft_model import check_vocabularies
 from headrace.engine.model.drafting.filled import FilledPages
+from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.speculation import DraftModel, Eagle, speculation_of
 from headrace.engine.testing import no_pages_held
 from headrace.engine.tokens.token_table import TokenTable
 from headrace.ops.cpu.native.library import library
+from headrace.ops.cpu.sample import Choosing, sample_drafts
 
 native = pytest.mark.skipif(library() is None, reason="no C compiler, or a processor without AVX2")
 
@@ -58,6 +61,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "short of pages": {"kv_memory": "64KiB", "page_size": 4, "max_rows": 6, "max_batched_tokens": 24},
     "swapped": {"kv_memory": "64KiB", "page_size": 4, "swap_memory": "1MiB", "prefix_cache": False},
 }
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "seed": 2**63 - 9},
+    {"temperature": 1.3, "seed": 6, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+]
 
 
 def options(**more: Any) -> dict[str, Any]:
@@ -148,12 +158,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DraftAsk, list[int],
     return found
 
 
-def greedy(reference: Any, tokens: Sequence[int], count: int) -> list[int]:
+def continued(reference: Any, tokens: Sequence[int], count: int, sampling: Sampling) -> list[int]:
     """The next tokens by a model of transformers, without a cache."""
     ids = list(tokens)
     with torch.inference_mode():
         for _ in range(count):
-            ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(chosen(reference(torch.tensor([ids])).logits[0, -1], sampling, len(ids)))
     return ids[len(tokens) :]
 
 
@@ -171,14 +181,14 @@ def check_drafts(
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert len(drafts) > fewest
     assert sum(len(each) for _, _, each in drafts) >= least * sum(ask.most for ask, _, _ in drafts)
-    for _, known, each in drafts[::every]:
-        assert each == greedy(reference, known, len(each)), known
+    for ask, known, each in drafts[::every]:
+        assert each == continued(reference, known, len(each), ask.work.request.asked.sampling), known
 
 
 @native
 @pytest.mark.parametrize("depths", [always_deep, random_depths])
 @pytest.mark.parametrize("way", WAYS)
-def test_drafts_are_the_greedy_continuation_of_the_draft_model(
+def test_drafts_are_the_continuation_by_the_draft_model(
     way: str, depths: Any, model: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also behind steps without drafts, and pages that requests without speculation have computed."""
@@ -216,20 +226,40 @@ def test_turns_and_forks_carry_what_the_draft_model_has_read(
 def test_a_draft_model_equal_to_its_target_is_always_right(
     way: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where tokens are drawn, too, since drafts are drawn with the same noise."""
     always_deep(monkeypatch)
-    asked = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 61}
+    asked = [each | {"ignore_eos": True, "max_tokens": 61} for each in SAMPLINGS]
 
     async def run() -> None:
         async with Engine(model, speculation=DraftModel(model, k=4), **options(**WAYS[way])) as engine:
-            answer = await engine.generate(PROMPTS[0], SamplingParams(**asked))
-            counts = engine.stats()
-            assert answer.usage.completion_tokens == 61
-            assert counts.draft_runs == 12 and counts.mean_accepted_length == 5.0
-            await ask_all(engine, [asked] * 6)
+            for before, each in enumerate(asked):
+                answer = await engine.generate(PROMPTS[0], SamplingParams(**each))
+                counts = engine.stats()
+                assert answer.usage.completion_tokens == 61
+                assert counts.draft_runs == 12 * (before + 1) and counts.mean_accepted_length == 5.0
+            await ask_all(engine, [*asked, *asked[:2]])
             counts = engine.stats()
             assert counts.accepted_tokens == counts.drafted_tokens
             assert "kv_memory" not in WAYS[way] or counts.preemptions > 0
             assert "swap_memory" not in WAYS[way] or counts.swaps > 0
+
+    anyio.run(run)
+
+
+@native
+def test_drafts_with_the_noise_of_another_position_are_wrong(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_deep(monkeypatch)
+
+    def late(logits_RV: torch.Tensor, rows: Sequence[Choosing]) -> list[int]:
+        return sample_drafts(logits_RV, [row._replace(position=row.position + 1) for row in rows])
+
+    monkeypatch.setattr("headrace.engine.model.cpu.draft_model.sample_drafts", late)
+
+    async def run() -> None:
+        async with Engine(model, speculation=DraftModel(model, k=4), **options()) as engine:
+            await engine.generate(PROMPTS[0], SamplingParams(**SAMPLINGS[1], ignore_eos=True, max_tokens=61))
+            counts = engine.stats()
+            assert counts.accepted_tokens < 0.5 * counts.drafted_tokens
 
     anyio.run(run)
 

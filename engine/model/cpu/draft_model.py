@@ -25,6 +25,7 @@ from headrace.engine.scheduling.plan import Capacity, StepPlan, Work
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
+from headrace.ops.cpu.sample import sample_drafts
 from headrace.ops.cpu.step import CpuStep
 
 __all__ = ["CpuDraftModel"]
@@ -196,7 +197,7 @@ class CpuDraftModel:
         return min(first * self._any.page_size + read, ask.length - 1)
 
     def _compute(self, works: Sequence[Work]) -> list[int]:
-        """Read the tokens of `works`; return the best next token of each that samples, in order."""
+        """Read the tokens of `works`; return a draft behind each that samples, in order."""
         assert self._decoder is not None
         batch = self._rows.batch(works)
         paged = replace(batch.paged, given=())  # adapters are of the target alone
@@ -208,6 +209,6 @@ class CpuDraftModel:
             self._filled.fill(self._rows.pages(work.row, end), work.start, end)
         if not batch.samplers:
             return []
-        best_S = self._decoder.logits(hidden_SE)[:, : self._tokens].argmax(1).tolist()
-        by_work: dict[int, int] = dict(zip(batch.samplers, best_S, strict=True))
+        drafts = sample_drafts(self._decoder.logits(hidden_SE)[:, : self._tokens], batch.choosing)
+        by_work: dict[int, int] = dict(zip(batch.samplers, drafts, strict=True))
         return [by_work[index] for index in sorted(by_work)]
