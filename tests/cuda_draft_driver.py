@@ -29,6 +29,8 @@ PAGE = 16
 ROWS = 8
 CONTEXT = 128
 DTYPE = torch.float32
+ASKED = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
+"""Dtypes of temperatures, top-k, top-p, min-p and seeds."""
 CPU = torch.device("cpu")
 
 
@@ -40,13 +42,14 @@ class CudaDrafting:
 
     def __init__(self, gpu: Gpu, target: Path, head: Path | None, depth: int) -> None:
         """Open a head for steps of at most `depth` drafts; None for the module that comes with the target."""
-        operations, arch, opening, drafter, self._steps, self._fused = map(
+        operations, arch, opening, drafter, sampling, self._steps, self._fused = map(
             importlib.import_module,
             (
                 "headrace.engine.model.cuda.operations",
                 "headrace.ops.cuda.arch",
                 "headrace.engine.model.cuda.drafting.opening",
                 "headrace.engine.model.cuda.drafting.drafter",
+                "headrace.ops.cuda.sampling.sample",
                 "headrace.ops.cuda.attention.steps",
                 "headrace.ops.cuda.fused",
             ),
@@ -80,6 +83,7 @@ class CudaDrafting:
         self.rows = drafter.RowTable(
             torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32), torch.zeros(ROWS + 1, dtype=torch.int32),
             torch.full((ROWS + 1,), depth, dtype=torch.int32), table_RP, table_RP.numpy(), self.kv, ROWS * (depth + 1),
+            sampling.Asks(*(torch.zeros(ROWS + 1, dtype=dtype) for dtype in ASKED)),
         )  # fmt: skip
         self.drafter = cuda_head.drafter(self.rows)
         self._room = importlib.import_module("headrace.ops.cuda.attention.registry").DecodeRoom(

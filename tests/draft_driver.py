@@ -37,6 +37,7 @@ class Row:
     ids: list[int]
     shares: tuple[int, int] = (0, 0)
     """Row whose pages hold the first tokens, and how many tokens that is: whole pages."""
+    sampling: Sampling = Sampling()
 
     @property
     def computed(self) -> int:
@@ -178,7 +179,7 @@ class Drafting(Target):
             shared = row.shares[1] // PAGE
             pages.append((pages[row.shares[0]][:shared] if shared else []) + [])
             pages[-1].extend(next(free) for _ in range(-(-(len(row.ids) + 8) // PAGE) - shared))
-            plan.new_rows.append(NewRow(number, 0, row.ids, Sampling(), -1))
+            plan.new_rows.append(NewRow(number, 0, row.ids, row.sampling, -1))
             plan.entries.extend(PageEntry(number, place, page) for place, page in enumerate(pages[-1]))
         self._table.update(plan)
         self._head.update(plan)

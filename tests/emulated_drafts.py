@@ -97,9 +97,20 @@ def turn(at: SimpleNamespace) -> None:
         at.places.add_(1)
 
 
+def choose(at: SimpleNamespace) -> None:
+    """By the scores that `score_tokens` left."""
+    for place, row in enumerate(at.rows.tolist()):
+        token = max(int(at.ids[place, at.scores[place].argmax()]), 0)
+        at.positions[place] += 1
+        at.out[place] = token
+        if at.counts[place] > 0 and at.positions[place] < at.context:
+            at.pool[row, at.positions[place]] = token
+
+
 DRAFT_KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_prepare_lines_kernel": prepare_lines,
     "_ngram_kernel": ngram,
     "_accept_kernel": accept,
     "_turn_kernel": turn,
+    "_draft_kernel": choose,
 }

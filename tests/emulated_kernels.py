@@ -454,7 +454,8 @@ def scores(at: SimpleNamespace) -> None:
     columns = [at.temperature[rows].tolist()]
     columns += [each[rows].tolist() for each in asked] if asked else [[0] * count, [1.0] * count, [0.0] * count]
     columns += [at.seed[rows].tolist(), (at.positions.long() + 1).tolist()]
-    chosen = torch.tensor(sample(at.logits, [Choosing(*each) for each in zip(*columns, strict=True)]))
+    tokens = at.tokens if at.MAPPED else None
+    chosen = torch.tensor(sample(at.logits, [Choosing(*each) for each in zip(*columns, strict=True)], tokens))
     at.scores[:count].fill_(-math.inf)
     at.scores[:count, 0] = torch.where(chosen < 0, math.inf, 0.0)
     at.ids[:count, 0] = chosen.int()

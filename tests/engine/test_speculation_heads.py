@@ -137,10 +137,11 @@ def test_an_engine_drafts_what_the_definition_says(
 
     anyio.run(run)
     reference = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    filled = [(ask.work.request.tokens[: ask.length], each) for ask, each in drafts if each]
+    filled = [(ask.work.request, ask.length, each) for ask, each in drafts if each]
     assert len(filled) > 50 and len(filled) >= 0.9 * len(drafts)
-    for tokens, each in filled[::3]:
-        assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each)), tokens
+    for request, length, each in filled[::3]:
+        tokens, sampling = request.tokens[:length], request.asked.sampling
+        assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each), sampling), tokens
 
 
 @native
@@ -218,9 +219,10 @@ def test_a_head_takes_up_what_it_missed_before_it_drafts(
 
     anyio.run(run)
     reference = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    filled = [(ask.work.request.tokens[: ask.length], each) for ask, each in drafts if each]
+    filled = [(ask.work.request, ask.length, each) for ask, each in drafts if each]
     assert 4 <= len(filled) <= 7
-    for tokens, each in filled:
+    for request, length, each in filled:
+        tokens = request.tokens[:length]
         assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each)), tokens
     if name != "Medusa":
         assert len(passes) == 3 * len(filled) and max(passes) >= 9, "what was missed is one pass, and two drafts follow"
@@ -275,10 +277,11 @@ def test_heads_of_a_model_with_several_pools_of_pages(
 
     assert anyio.run(lambda: run(speculation=speculation)) == anyio.run(run)
     reference = transformers.Gemma4ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    filled = [(ask.work.request.tokens[: ask.length], each) for ask, each in drafts if each]
+    filled = [(ask.work.request, ask.length, each) for ask, each in drafts if each]
     assert len(filled) > 50 and len(filled) >= 0.9 * len(drafts)
-    for tokens, each in filled[::3]:
-        assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each)), tokens
+    for request, length, each in filled[::3]:
+        tokens, sampling = request.tokens[:length], request.asked.sampling
+        assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each), sampling), tokens
 
 
 def one_row(model: Path, speculation: Speculation, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:

@@ -66,6 +66,26 @@ def test_a_head_that_knows_the_model_is_always_right(device: str, kind: str, tmp
     anyio.run(run)
 
 
+def test_a_head_that_knows_the_model_is_right_where_tokens_are_drawn(device: str, tmp_path: Path) -> None:
+    """The logits of both are the same to the last bit, and so is the noise."""
+    folder, k = counting_folder(tmp_path / "model"), KNOWING["eagle"]
+    speculation = Eagle(write_head(tmp_path / "head", "eagle"), k=k)
+    prompts = [[*draw(length - 1, length), start] for start, length in zip(STARTS, LENGTHS, strict=True)]
+    asked: list[dict[str, Any]] = [{"temperature": 2.5, "seed": seed} for seed in range(len(prompts))]
+
+    async def run() -> None:
+        async with open_engine(folder, device, speculation=speculation, max_batched_tokens=64) as engine:
+            answers = await ask_all(engine, prompts, asked)
+            counted = [list(range(start + 1, start + 1 + COUNT)) for start in STARTS]
+            assert not any(said == sure for said, sure in zip(answers, counted, strict=True))
+            counts = engine.stats()
+            assert counts.accepted_tokens >= len(prompts) * (COUNT * k // (k + 1) - 3)
+            assert counts.drafted_tokens - counts.accepted_tokens <= 2 * k * len(prompts)
+            await at_rest(engine)
+
+    anyio.run(run)
+
+
 @pytest.mark.parametrize("kind", KNOWING)
 def test_wrong_drafts_change_nothing(zoo: Zoo, device: str, kind: str, tmp_path: Path) -> None:
     """A checkpoint whose logits follow from the last token alone, to the last bit."""

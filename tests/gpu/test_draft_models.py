@@ -54,9 +54,13 @@ def small_folder(folder: Path, **sizes: Any) -> Path:
 WAYS: dict[str, dict[str, Any]] = {"roomy": {}, "swapped": {"swap_memory": "64MiB", "prefix_cache": False}}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_drafts_for_itself_is_right(zoo: Zoo, device: str, way: str) -> None:
-    """Alone and beside others, behind prompts in parts, behind pages of another row, and behind swaps."""
+def test_a_model_that_drafts_for_itself_is_right(zoo: Zoo, device: str, way: str, temperature: float) -> None:
+    """Alone and beside others, behind prompts in parts, behind pages of another row, and behind swaps.
+
+    Drafts of rows that sample have the noise of their places.
+    """
     folder = zoo.folder("llama 3")
     prompts = [draw(length, length) for length in LENGTHS]
     options = WAYS[way] | ({"kv_memory": 2 * kv_bytes(folder, 30)} if way == "swapped" else {})
@@ -66,7 +70,7 @@ def test_a_model_that_drafts_for_itself_is_right(zoo: Zoo, device: str, way: str
         async with open_engine(folder, device, speculation=speculation, max_batched_tokens=64, **options) as engine:
             for batch in ([prompts[2]], prompts, prompts):
                 before = engine.stats()
-                await ask_all(engine, batch, [{}] * len(batch))
+                await ask_all(engine, batch, [{"temperature": temperature, "seed": seed} for seed in range(len(batch))])
                 counts = engine.stats()
                 drafted = counts.drafted_tokens - before.drafted_tokens
                 accepted = counts.accepted_tokens - before.accepted_tokens

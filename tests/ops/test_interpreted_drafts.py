@@ -156,18 +156,66 @@ gained = state.runs[:, 1]
 assert abs((gained > 1).float().mean() - 0.7) < 0.1 and abs((gained > 2).float().mean() - 0.35) < 0.1, gained
 """
 
+CHOICE = """
+import numpy as np
+import torch
 
-def test_kernels_do_what_slow_code_does() -> None:
+from headrace.ops.cpu.sample import Choosing, sample_drafts
+from headrace.ops.cuda.drafts.choose import choose_drafts
+from headrace.ops.cuda.sampling.sample import Asks, SampleScratch
+
+draw = np.random.default_rng(0)
+ROWS, CONTEXT, WHOLE = 6, 40, 20000
+heat = torch.tensor([0.8, 0.0, 1.0, 30.0, 1.3, 0.0])
+seeds = torch.from_numpy(draw.integers(-(1 << 62), 1 << 62, ROWS))
+zero, one = torch.zeros(ROWS), torch.ones(ROWS)
+asks = Asks(heat, zero.int(), one, zero, seeds)
+unlike = 0
+for trial, size in enumerate((3, 900, 5000, 13000)):
+    ids = None if trial % 2 else torch.from_numpy(np.sort(draw.choice(WHOLE, size, replace=False)))
+    rows = torch.tensor([3, 5, 1, 0, 4, 5, 2], dtype=torch.int32)
+    known = torch.from_numpy(draw.integers(0, 30, len(rows))).int()
+    known[3] = CONTEXT - 2
+    counts = torch.tensor([3, 0, 3, 3, 0, 0, 3], dtype=torch.int32)
+    pool = torch.from_numpy(draw.integers(0, 99, (ROWS, CONTEXT))).int()
+    expected, places, drafts = pool.clone(), known.clone(), torch.full_like(rows, -9)
+    scratch = SampleScratch(len(rows), size, "cpu", dtype=torch.float32, filters=False)
+    for place in range(3):
+        logits = torch.from_numpy(draw.standard_normal((len(rows), size + 5))).float()[:, :size] * 2
+        choose_drafts(logits, rows, places, counts, asks, pool, drafts, scratch, ids_D=ids)
+        asked = [
+            Choosing(float(heat[row]), 0, 1.0, 0.0, int(seeds[row]), int(known[at]) + 1 + place)
+            for at, row in enumerate(rows)
+        ]
+        wanted = sample_drafts(logits, asked, ids)
+        assert drafts.tolist() == wanted, (trial, place, drafts, wanted)
+        assert torch.equal(places, known + place + 1)
+        for at, row in enumerate(rows.tolist()):
+            if counts[at] and places[at] < CONTEXT:
+                expected[row, places[at]] = wanted[at]
+        likeliest = logits.argmax(1) if ids is None else ids[logits.argmax(1)]
+        unlike += int((likeliest != drafts).sum())
+    assert torch.equal(pool, expected)
+assert unlike > 20, unlike
+logits[0, 7] = float("nan")
+choose_drafts(logits, rows, places, counts, asks, pool, drafts, scratch)
+assert 0 <= int(drafts.min()) and int(drafts.max()) < size
+"""
+
+
+@pytest.mark.parametrize("script", [SCRIPT, CHOICE], ids=["drafts", "choice"])
+def test_kernels_do_what_slow_code_does(script: str) -> None:
     tests = str(Path(__file__).parents[1])
     path = os.pathsep.join((tests, os.environ.get("PYTHONPATH", "")))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     with compiling_for("sm_90", tmp_path) as launches:
         accept = importlib.import_module("headrace.ops.cuda.drafts.accept")
+        choose = importlib.import_module("headrace.ops.cuda.drafts.choose")
         lines = importlib.import_module("headrace.ops.cuda.drafts.lines")
         ngram = importlib.import_module("headrace.ops.cuda.drafts.ngram")
         sampling = importlib.import_module("headrace.ops.cuda.sampling.sample")
@@ -202,6 +250,11 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
             accept.accept(
                 ahead, words(many), words(count), step, words(many), words(many), words(many), words(rows), runs
             )
-    assert {"_ngram_kernel", "_prepare_lines_kernel", "_accept_kernel", "_turn_kernel"} <= {
+        for ids in (None, words(50000, dtype=torch.int64)):
+            choose.choose_drafts(
+                words(many, 50000, dtype=numbers), words(many), words(many), words(many), asks, pool, words(many),
+                scratch, ids_D=ids,
+            )  # fmt: skip
+    assert {"_ngram_kernel", "_prepare_lines_kernel", "_accept_kernel", "_turn_kernel", "_draft_kernel"} <= {
         each.kernel for each in launches
     }

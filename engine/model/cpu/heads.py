@@ -30,6 +30,7 @@ from headrace.engine.scheduling.plan import StepPlan, Work
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
+from headrace.ops.cpu.sample import sample_drafts
 from headrace.ops.cpu.step import CpuStep
 
 __all__ = ["CpuDraftHead", "DraftAsk", "LoadHead", "last_places"]
@@ -220,21 +221,30 @@ class CpuDraftHead:
         states_RE = torch.stack([self._known[asked[at].work.row].state_E for at in going])
         if self._medusa is not None:
             most = min(max(asked[at].most for at in going), self.spec.most_drafts)
-            for at, drafts in zip(going, self._medusa.drafts(states_RE, most).tolist(), strict=True):
-                found[at] = drafts[: asked[at].most]
+            for head in range(most):
+                ids = self._choose(self._medusa.logits(head, states_RE), [asked[at] for at in going], head)
+                for at, token in zip(going, ids, strict=True):
+                    if head < asked[at].most:
+                        found[at].append(token)
             return found
         assert self._recurrent is not None
-        ids_R = self._recurrent.best(states_RE)
+        ids = self._choose(self._recurrent.logits(states_RE), [asked[at] for at in going], 0)
         for count in range(1, self.spec.most_drafts + 1):
-            for at, token in zip(going, ids_R.tolist(), strict=True):
+            for at, token in zip(going, ids, strict=True):
                 found[at].append(token)
             kept = [place for place, at in enumerate(going) if asked[at].most > count]
             if not kept or count == self.spec.most_drafts:
                 break
-            going = [going[place] for place in kept]
-            states_RE = self._further([asked[at] for at in going], count, ids_R[kept], states_RE[kept])
-            ids_R = self._recurrent.best(states_RE)
+            going, tokens_R = [going[place] for place in kept], torch.tensor([ids[place] for place in kept])
+            states_RE = self._further([asked[at] for at in going], count, tokens_R, states_RE[kept])
+            ids = self._choose(self._recurrent.logits(states_RE), [asked[at] for at in going], count)
         return found
+
+    def _choose(self, logits_RD: Tensor, asked: Sequence[DraftAsk], place: int) -> list[int]:
+        """Return the draft of each row at one place behind its tokens, from 0 on."""
+        works = [ask.work._replace(start=ask.length - 1 + place, num_tokens=1) for ask in asked]
+        ids_D = None if self._recurrent is None else self._recurrent.ids_D
+        return sample_drafts(logits_RD, list(map(self._rows.choosing, works)), ids_D)
 
     def _knows(self, ask: DraftAsk) -> bool:
         known = self._known.get(ask.work.row)

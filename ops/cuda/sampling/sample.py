@@ -80,11 +80,22 @@ def _noise(bits):
     return -tl.log(waited)
 
 
+@triton.jit
+def _word(key, position, token, QUARTER: tl.constexpr):
+    """Return the random word of each token at a position."""
+    zero = tl.zeros(token.shape, tl.uint32)
+    counter = (token // (4 * QUARTER) * QUARTER + token % QUARTER).to(tl.uint32)
+    bits0, bits1, bits2, bits3 = tl.philox(key, counter, zero + position, zero, zero, 7)
+    quarter = token // QUARTER % 4
+    low = tl.where(quarter == 0, bits0, bits1)
+    return tl.where(quarter < 2, low, tl.where(quarter == 2, bits2, bits3))
+
+
 # fmt: off
 @triton.jit
 def _scores_kernel(
-    logits, rows, temperature, seed, positions, least, scores, ids, stride, size, parts,
-    QUARTER: tl.constexpr, FILTER: tl.constexpr, PDL: tl.constexpr,
+    logits, rows, temperature, seed, positions, least, tokens, scores, ids, stride, size, parts,
+    QUARTER: tl.constexpr, FILTER: tl.constexpr, MAPPED: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
@@ -93,6 +104,8 @@ def _scores_kernel(
     part = tl.program_id(1)
     row = tl.load(rows + at_row).to(tl.int64)
     heat = tl.load(temperature + row)
+    key = tl.load(seed + row)
+    position = tl.load(positions + at_row).to(tl.uint32) + 1
     line = logits + at_row.to(tl.int64) * stride
     lane = tl.arange(0, QUARTER)
     start = part * (4 * QUARTER)
@@ -104,8 +117,6 @@ def _scores_kernel(
         bound = tl.load(least + at_row)
     if heat > 0.0:
         inverse = 1.0 / tl.maximum(heat, 1e-6)
-        key = tl.load(seed + row)
-        position = tl.load(positions + at_row).to(tl.uint32) + 1
         zero = tl.zeros([QUARTER], tl.uint32)
         counter = (part * QUARTER + lane).to(tl.uint32)
         bits0, bits1, bits2, bits3 = tl.philox(key, counter, zero + position, zero, zero, 7)
@@ -116,18 +127,23 @@ def _scores_kernel(
         bits3 = bits0
     for quarter in tl.static_range(4):
         at = start + quarter * QUARTER + lane
+        token = at
+        if MAPPED:
+            token = tl.load(tokens + at, mask=at < size, other=0).to(tl.int32)
         value = tl.load(line + at, mask=at < size, other=float("-inf")).to(tl.float32)
         bad = value != value
         score = value
         if heat > 0.0:
             bits = bits0 if quarter == 0 else bits1 if quarter == 1 else bits2 if quarter == 2 else bits3
+            if MAPPED:
+                bits = _word(key, position, token, QUARTER)
             score = value * inverse + _noise(bits)
             if FILTER:
                 score = tl.where(value >= bound, score, float("-inf"))
         score = tl.where(bad, float("inf"), score)
         better = score > best
         best = tl.where(better, score, best)
-        where = tl.where(better, at, where)
+        where = tl.where(better, token, where)
     winner = tl.max(best, axis=0)
     chosen = tl.min(tl.where(best == winner, where, 2147483647), axis=0)
     tl.store(scores + at_row * parts + part, winner)
@@ -237,10 +253,11 @@ def score_tokens(
     *,
     filtered: bool,
     pdl: bool = False,
+    ids_D: Tensor | None = None,
 ) -> int:
     """Leave the best token of each part of the vocabulary, and its score, in `scratch`; return the number of parts.
 
-    Arguments are those of `sample`.
+    Arguments are those of `sample`, and `ids_D`, int64: the token id of each logit; None if they are 0 to D - 1.
 
     Raises:
         ValueError: `filtered` with a scratch that was made without filters.
@@ -257,8 +274,8 @@ def score_tokens(
             asked = (rows_A, asks.temperature_R, asks.top_k_R, asks.top_p_R, asks.min_p_R)
             find_least(logits_AV, asked, scratch.filter, scratch.least_B, pdl=pdl)
         _scores_kernel[(len(rows_A), parts)](
-            logits_AV, rows_A, asks.temperature_R, asks.seed_R, positions_B[some], scratch.least_B,
+            logits_AV, rows_A, asks.temperature_R, asks.seed_R, positions_B[some], scratch.least_B, ids_D,
             scratch.scores_BS[some], scratch.ids_BS[some], logits_AV.stride(0), size, parts,
-            QUARTER=_BLOCK // 4, FILTER=filtered, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            QUARTER=_BLOCK // 4, FILTER=filtered, MAPPED=ids_D is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return parts

@@ -18,10 +18,14 @@ from headrace.engine import ModelRejected
 from headrace.engine.model.drafting.heads.reading import open_head
 from headrace.engine.model.drafting.heads.spec import MOST_DRAFTS, RecurrentSpec
 from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.scheduling.asked import Sampling
 
 CUTS = {"in one piece": (64, None), "in chunks": (5, None), "decode after a prompt": (7, 9), "one by one": (1, None)}
 LENGTHS = (21, 9, 16, 3)
 COUNT = 3
+SAMPLINGS = [
+    *(Sampling(temperature=30.0, seed=seed) for seed in (1, 2, 3)), Sampling(), *(Sampling(20.0, 20, 0.9, 0.01, 7),) * 4
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,22 @@ def test_drafts_are_those_of_the_definition(
     assert len({tuple(drafts) for drafts in expected}) == len(rows), "drafts that depend on nothing prove nothing"
     for cut in CUTS.values():
         assert drafting.side_by_side(rows, *cut, COUNT) == expected, cut
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "EAGLE-3 of all tokens, named like a layer", "Medusa"])
+def test_drafts_of_rows_that_sample_have_the_noise_of_their_places(
+    name: str, target_folder: Path, model: Any, tmp_path: Path
+) -> None:
+    """Each draft is what a target with the head's logits would choose there, whichever tokens the head knows."""
+    torch.manual_seed(3)
+    head = HEADS[name]()
+    drafting = Drafting(target_folder, head.write(tmp_path / "head"))
+    rows = [row for _ in range(2) for row in drawn(LENGTHS)]
+    for row, sampling in zip(rows, SAMPLINGS, strict=True):
+        row.sampling = sampling
+    expected = [head.drafts(states_of(model, row.ids), row.ids[1:], COUNT, row.sampling) for row in rows]
+    assert sum(expected[at] != expected[at + len(LENGTHS)] for at in range(len(LENGTHS))) >= 3
+    assert drafting.side_by_side(rows, *CUTS["in chunks"], COUNT) == expected
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "Medusa"])

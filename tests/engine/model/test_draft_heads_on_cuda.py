@@ -15,8 +15,11 @@ from draft_heads import HEADS, VOCABULARY
 from emulated_cuda import Gpu, emulated
 from mtp_models import LAYERS, with_module
 
+from headrace.engine.scheduling.asked import Sampling
+
 LENGTHS = (21, 9, 40, 4)
 DEPTH = 3
+DRAWN = [*(Sampling(temperature=8.0, seed=seed) for seed in (1, 2, 3)), Sampling()]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,25 @@ def test_drafts_are_those_of_the_definition(
             assert drafting.drafts(range(len(rows)), DEPTH) == expected, "behind prompts"
         for seed in range(3):
             assert drafting.verified(rows, seed, 2) == expected, "behind steps with drafts and without"
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "EAGLE-3 of all tokens, named like a layer", "Medusa"])
+def test_drafts_of_rows_that_sample_have_the_noise_of_their_places(
+    name: str, target_folder: Path, model: Any, gpu: Gpu, tmp_path: Path
+) -> None:
+    """Each draft is what a target with the head's logits would choose there, whichever tokens the head knows."""
+    torch.manual_seed(3)
+    head, rows = HEADS[name](), drawn()
+    expected = [
+        head.drafts(states_of(model, ids), ids[1:], DEPTH, sampling) for ids, sampling in zip(rows, DRAWN, strict=True)
+    ]
+    with torch.inference_mode():
+        drafting = CudaDrafting(gpu, target_folder, head.write(tmp_path / "head"), DEPTH)
+        for row, sampling in enumerate(DRAWN):
+            drafting.rows.asks.temperature_R[row], drafting.rows.asks.seed_R[row] = sampling.temperature, sampling.seed
+        drafting.start(rows, 64, 5)
+        assert drafting.drafts(range(len(rows)), DEPTH) == expected, "behind prompts"
+        assert drafting.verified(rows, 0, 2) == expected, "behind steps with drafts and without"
 
 
 def test_drafts_of_a_module_are_those_of_the_equations(gpu: Gpu, tmp_path: Path) -> None:

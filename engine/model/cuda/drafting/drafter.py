@@ -20,6 +20,7 @@ from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.plan import Work
 from headrace.ops.cuda.attention.steps import CudaKv, CudaStep
 from headrace.ops.cuda.fused import DecodeInputs
+from headrace.ops.cuda.sampling.sample import Asks
 
 __all__ = ["CudaDrafter", "Decoded", "Prefilled", "RowTable"]
 
@@ -41,6 +42,8 @@ class RowTable(NamedTuple):
     """Pages of each layer, [pages, 2, T, K, D]; layers of a drafter's own are the last."""
     most_lines: int
     """Most lines of a decode."""
+    asks: Asks
+    """What each row asks of the choice of its tokens."""
 
 
 class Decoded(NamedTuple):

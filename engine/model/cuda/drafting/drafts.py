@@ -96,7 +96,8 @@ class CudaDrafts:
         self.lines = most_lines(capacity.max_rows, self.most)
         """Most lines of a step."""
         pages = rows.table_RP, rows.pages, kv
-        self.drafter = wanted.open(RowTable(rows.pool_RC, rows.lengths_R, rows.most_R, *pages, self.lines))
+        self._asks = Asks(rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R, rows.seed_R)
+        self.drafter = wanted.open(RowTable(rows.pool_RC, rows.lengths_R, rows.most_R, *pages, self.lines, self._asks))
         size = capacity.max_rows
 
         def words(count: int) -> Tensor:
@@ -111,7 +112,6 @@ class CudaDrafts:
         self._logits_LV: Tensor | None = None
         self._rates = torch.tensor(wanted.rates, device=device) if wanted.rates else None
         self._scratch: dict[bool, SampleScratch] = {}
-        self._asks = Asks(rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R, rows.seed_R)
         self._appended = Appended(rows.pool_RC, rows.lengths_R, rows.stops_RS, rows.stopped_R)
 
     def depths(self, bucket: int) -> list[int]:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from headrace.engine.model.cuda.drafting.attention import HeadAttention
+from headrace.engine.model.cuda.drafting.choice import DraftChoice
 from headrace.engine.model.cuda.drafting.drafter import Decoded, Prefilled, RowTable
-from headrace.engine.model.cuda.drafting.inputs import LineInputs, write_drafts
+from headrace.engine.model.cuda.drafting.inputs import LineInputs
 from headrace.engine.model.cuda.operations import positions_of
 from headrace.engine.model.drafting.heads.medusa import MedusaHeads
 from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
@@ -74,14 +75,15 @@ class MedusaDrafter:
         """Draft for `rows` by hidden states in `dtype`."""
         self._heads = heads
         self._states = _States(rows, heads.spec.hidden_size, dtype)
+        self._choice = DraftChoice(rows, heads.spec.vocab_size)
 
     def draft(self, rows_B: Tensor, depth: int, counts_B: Tensor) -> None:
         """Enqueue the drafts of a step, as `CudaDrafter.draft` says."""
-        rows_B = rows_B.long()
-        states_BE, is_known_B = self._states.of(rows_B)
+        states_BE, is_known_B = self._states.of(rows_B.long())
         counts_B.copy_(is_known_B * depth)
-        for place, ids_B in enumerate(self._heads.drafts(states_BE, depth).unbind(1)):
-            write_drafts(self._states.rows, rows_B, is_known_B, ids_B, place)
+        self._choice.begin(rows_B)
+        for head in range(depth):
+            self._choice.choose(self._heads.logits(head, states_BE), rows_B, counts_B)
 
     def take_up(self, decoded: Decoded) -> None:
         """Keep the final state of each row's last right token."""
@@ -117,6 +119,7 @@ class RecurrentDrafter:
         self._head, self._ops, self._attention, self._kv = head, ops[self._mixer], attention, (kv,)
         self._chain = self._ops.products.room.chain
         self._states = _States(rows, head.spec.block.hidden_size, self._ops.shape.dtype)
+        self._choice = DraftChoice(rows, head.spec.draft_vocab_size, head.ids_D)
         self._page_size = self._ops.shape.page_size
         self._inputs = LineInputs(rows.table_RP, len(rows.lengths_R) - 1)
 
@@ -132,14 +135,13 @@ class RecurrentDrafter:
         states_BE, is_known_B = states.of(places_B)
         counts_B.copy_(is_known_B * depth)
         most_B = torch.where(is_known_B, rows.most_R[places_B], 0)
-        ids_B = self._head.best(states_BE)
-        write_drafts(rows, places_B, is_known_B, ids_B, 0)
+        self._choice.begin(rows_B)
+        ids_B = self._choice.choose(self._head.logits(states_BE), rows_B, counts_B)
         for place in range(1, depth):
             # Where nobody will look at the draft, there may be no page either.
             going_B = torch.where(most_B > place, rows_B, states.padding_row).int()
             states_BE = self._further(going_B, place, ids_B, states_BE)
-            ids_B = self._head.best(states_BE)
-            write_drafts(rows, places_B, is_known_B, ids_B, place)
+            ids_B = self._choice.choose(self._head.logits(states_BE), rows_B, counts_B)
 
     def take_up(self, decoded: Decoded) -> None:
         """Compute the head's states of a step's lines; entries behind refused drafts are overwritten before use.

@@ -1,4 +1,4 @@
-"""`LineInputs`, the inputs of decodes of any number of lines, and `write_drafts`, which puts drafts behind tokens."""
+"""`LineInputs`: the inputs of decodes of any number of lines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from headrace.engine.model.cuda.drafting.drafter import RowTable
 from headrace.ops.cuda.fused import DecodeInputs
 
-__all__ = ["LineInputs", "write_drafts"]
+__all__ = ["LineInputs"]
 
 
 class LineInputs:
@@ -31,12 +30,3 @@ class LineInputs:
             parts = (getattr(self._largest, field.name)[:count] for field in fields(DecodeInputs))
             self._of[count] = DecodeInputs(*parts)
         return self._of[count]
-
-
-def write_drafts(rows: RowTable, rows_B: Tensor, has_drafts_B: Tensor, ids_B: Tensor, place: int) -> None:
-    """Write the drafts of one place, from 0 on, behind the known tokens of the rows (int64) that have drafts."""
-    pool_RC = rows.pool_RC
-    at_B = rows.lengths_R[rows_B].long() + 1 + place
-    inside_B = has_drafts_B & (at_B < pool_RC.shape[1])
-    at_B = at_B.clamp(max=pool_RC.shape[1] - 1)
-    pool_RC[rows_B, at_B] = torch.where(inside_B, ids_B.int(), pool_RC[rows_B, at_B])

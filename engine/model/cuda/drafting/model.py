@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from headrace.engine.model.cuda.drafting.attention import HeadAttention
+from headrace.engine.model.cuda.drafting.choice import DraftChoice
 from headrace.engine.model.cuda.drafting.drafter import Decoded, Prefilled, RowTable
-from headrace.engine.model.cuda.drafting.inputs import LineInputs, write_drafts
+from headrace.engine.model.cuda.drafting.inputs import LineInputs
 from headrace.engine.model.cuda.operations import CudaDecoder
 from headrace.engine.model.spec import MixerSpec
 from headrace.ops.cuda.attention.steps import CudaKv, PrefillStep
@@ -69,6 +70,7 @@ class ModelDrafter:
         self._padding_row: Final = len(rows.lengths_R) - 1
         lines = 2 * self._padding_row
         self._inputs = LineInputs(rows.table_RP, lines)
+        self._choice = DraftChoice(rows, model.tokens)
         most_lines, target = max(lines, rows.most_lines), model.target if model.reads_all else {}
         kinds = {ops.shape.key: ops for ops in model.ops.values()}
         self._attention = {
@@ -87,9 +89,8 @@ class ModelDrafter:
         rows, places_B = self._rows, rows_B.long()
         left_B = (self._model.context - rows.lengths_R[places_B]).clamp(0, depth)
         counts_B.copy_(torch.where(rows_B == self._padding_row, 0, left_B))
-        has_drafts_B = counts_B > 0
-        ids_B = self._best(self._read_last(rows_B, rows.lengths_R))
-        write_drafts(rows, places_B, has_drafts_B, ids_B, 0)
+        self._choice.begin(rows_B)
+        self._choose(self._read_last(rows_B, rows.lengths_R), rows_B, counts_B)
         most_B = torch.minimum(counts_B, rows.most_R[places_B])
         inputs = self._inputs.of(len(rows_B))
         for place in range(1, depth):
@@ -103,8 +104,7 @@ class ModelDrafter:
                 inputs,
                 page_size=self._page_size,
             )
-            ids_B = self._best(self._read(inputs, going_B))
-            write_drafts(rows, places_B, has_drafts_B, ids_B, place)
+            self._choose(self._read(inputs, going_B), rows_B, counts_B)
 
     def take_up(self, decoded: Decoded) -> None:
         """Read the token that each row has computed in a step without drafts; `draft` has read those of others."""
@@ -144,9 +144,9 @@ class ModelDrafter:
             steps = {mixer: by_shape[ops.shape.key] for mixer, ops in self._model.ops.items()}
             return self._model.decoder.hidden(self._known(inputs.tokens_B), steps, self._kv, last_B)
 
-    def _best(self, hidden_BE: Tensor) -> Tensor:
-        """Return the best token behind each state, int64."""
-        return self._model.decoder.logits(hidden_BE)[:, : self._model.tokens].argmax(1)
+    def _choose(self, hidden_BE: Tensor, rows_B: Tensor, counts_B: Tensor) -> None:
+        """Choose the next draft of each row by the state of the token before it."""
+        self._choice.choose(self._model.decoder.logits(hidden_BE)[:, : self._model.tokens], rows_B, counts_B)
 
     def _known(self, tokens_N: Tensor) -> Tensor:
         """Return tokens of the target as the model reads them."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Generic
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,16 +29,14 @@ class MedusaHeads(Generic[Packed, Step, Kv]):
         self._blocks = [[ops.pack(weight, bias_E) for weight, bias_E in blocks] for blocks in weights.blocks]
         self._outputs = [ops.pack_head(output) for output in weights.outputs]
 
-    def drafts(self, final_RE: Tensor, count: int) -> Tensor:
-        """Return the best token of each of the first `count` heads, int64 [R, count].
+    def logits(self, head: int, final_RE: Tensor) -> Tensor:
+        """Return the logits of one head, float32 [R, V].
 
         Args:
+            head: Number of the head, from 0 to `MedusaSpec.most_drafts` - 1.
             final_RE: Hidden state, behind the final norm, of the token from which each row's next one was chosen.
-            count: Number of drafts of each row, from 1 to `MedusaSpec.most_drafts`.
         """
-        return torch.stack([self._best(head, final_RE) for head in range(count)], 1)
-
-    def _best(self, head: int, x_RE: Tensor) -> Tensor:
+        x_RE = final_RE
         for packed in self._blocks[head]:
             x_RE = x_RE + functional.silu(self._ops.linear(x_RE, packed, 0, f"medusa_{head}"))
-        return self._ops.logits(x_RE, self._outputs[head]).argmax(1)
+        return self._ops.logits(x_RE, self._outputs[head])

@@ -1,7 +1,8 @@
 """`RecurrentHead`: drafts one token after another, each from a token and the state before it.
 
 A token t_{p+1}, embedded as e, and the target's hidden state of the token before it make the head's state g of position
-p, whose best token is the draft for position p + 2. For the next draft, g takes the place of the target's state.
+p, and its scores are the logits of the draft for position p + 2. For the next draft, g takes the place of the target's
+state.
 
     EAGLE     g = layer(W [e; h] + b),  whose attention has no norm before it; scores head(g)
     MTP       g = norm(layer(W [norm(e); norm(h)])),  scores head(g)
@@ -16,7 +17,7 @@ lie in the place of position p of the head's own pages.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Generic, Protocol
+from typing import Final, Generic, Protocol
 
 import torch
 from torch import Tensor
@@ -75,7 +76,8 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
         self._layer = SerialLayer(self._first, self._feed, self._ops, 0)
         self._embedding, self._embedding_dtype = weights.embedding, embedding_dtype
         self._head = None if weights.head is None else self._ops.pack_head(weights.head)
-        self._ids_D = weights.ids_D
+        self.ids_D: Final = weights.ids_D
+        """Target's id of each token that the head can guess, int64; None if they are the target's own ids."""
 
     def _packed(self, weights: LayerWeights) -> tuple[Mixer[Packed, Step, Kv], Feed[Packed, Step, Kv]]:
         layer = self.spec.block.layers[0]
@@ -109,7 +111,7 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
             kv: The head's pages.
 
         Returns:
-            States [N, E], for `best` and for the next position.
+            States [N, E], for `logits` and for the next position.
         """
         step, ops = steps[self._mixer], self._ops
         e_NE = ops.embed(self._embedded(tokens_N), tokens_N)
@@ -126,13 +128,11 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
             return ops.normed(stream, self._vectors["final_norm"])[0]
         return ops.summed(stream)[0]
 
-    def best(self, states_SE: Tensor) -> Tensor:
-        """Return the best token behind each of some states, as an id of the target, int64 [S]."""
+    def logits(self, states_SE: Tensor) -> Tensor:
+        """Return the logits of the tokens `ids_D` behind each of some states, float32 [S, D]."""
         if self.spec.method == "eagle3" and not self.spec.feeds_back_normed:
             states_SE = self._normed(states_SE, self._vectors["final_norm"])
-        logits_SV = self._target.logits(states_SE) if self._head is None else self._ops.logits(states_SE, self._head)
-        ids_S = logits_SV.argmax(1)
-        return ids_S if self._ids_D is None else self._ids_D[ids_S]
+        return self._target.logits(states_SE) if self._head is None else self._ops.logits(states_SE, self._head)
 
     def _beside(self, e_NE: Tensor, states_NE: Tensor, step: Step, kv: Kv) -> Stream:
         """Return the output of a layer whose attention reads token and state side by side."""
