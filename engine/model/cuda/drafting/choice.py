@@ -29,7 +29,8 @@ class DraftChoice:
         size, device = len(rows.lengths_R) - 1, rows.lengths_R.device
         self._rows, self._ids_D = rows, ids_D
         self._scratch = SampleScratch(size, tokens, device, filters=False)
-        self._positions, self._ids = torch.zeros(2, size, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(size, dtype=torch.int32, device=device)
+        self._ids = torch.zeros_like(self._positions)
 
     def begin(self, rows_B: Tensor) -> None:
         """Enqueue the beginning of a step of rows (int32): the next drafts are those behind their known tokens."""
