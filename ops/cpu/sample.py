@@ -86,10 +86,8 @@ def _sample_row(logits_V: Tensor, row: Choosing, ids_V: NDArray[np.int64] | None
         (at,) = np.nonzero(may_win_V)
         words_N = words_of(row.seed, row.position, at if ids_V is None else ids_V[at])
     else:
-        if ids_V is None:
-            words_V = words(row.seed, row.position, len(scaled_V))
-        else:
-            words_V = words_of(row.seed, row.position, ids_V)
+        words_V = words(row.seed, row.position, len(scaled_V) if ids_V is None else int(ids_V.max()) + 1)
+        words_V = words_V if ids_V is None else words_V[ids_V]  # `words_of` takes four times as long for so many
         rare_V = (words_V < RARELY) & may_win_V
         (at,) = np.nonzero(rare_V)
         reached = (scaled_V[at] + gumbel(words_V[at])).max(initial=-np.inf)

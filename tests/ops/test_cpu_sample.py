@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.ops.cpu.noise import gumbel as noise
 from headrace.ops.cpu.noise import words, words_of
-from headrace.ops.cpu.sample import Choosing, sample
+from headrace.ops.cpu.sample import Choosing, sample, sample_drafts
 
 INF, NAN = math.inf, math.nan
 GREEDY = Choosing(0.0, 0, 1.0, 0.0, 0, 0)
@@ -273,3 +273,17 @@ def test_a_row_chooses_alone_what_it_chooses_among_others(cases: list[tuple[list
 def test_top_k_of_one_is_greedy_at_any_temperature() -> None:
     logits = [1.0, 1.5, 1.25, 0.5]
     assert {one(logits, choosing(1e8, top_k=1, seed=seed)) for seed in range(50)} == {1}
+
+
+@pytest.mark.parametrize("spread", [0.1, 9.0])
+@pytest.mark.parametrize("count", [50, 5000])
+@pytest.mark.parametrize("row", [GREEDY, Choosing(0.8, 0, 1.0, 0.0, 5, 9), Choosing(1.2, 4000, 0.9, 0.0, -7, 2**31)])
+def test_some_tokens_are_chosen_among_as_if_no_others_were_likely(row: Choosing, count: int, spread: float) -> None:
+    draw = np.random.default_rng(1)
+    for _ in range(5):
+        ids_V = torch.from_numpy(np.sort(draw.choice(20000, count, replace=False)))
+        some_V = torch.from_numpy(draw.standard_normal(count)).float() * spread
+        all_V = torch.full((20000,), -math.inf).index_copy(0, ids_V, some_V)
+        assert sample(some_V[None], [row], ids_V) == sample(all_V[None], [row])
+    assert sample(some_V[None] + math.nan, [row], ids_V) == [-1]
+    assert sample_drafts(some_V[None] + math.nan, [row], ids_V) == [0]
