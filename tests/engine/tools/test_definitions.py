@@ -248,16 +248,44 @@ TEMPLATES = {
     "calls of another kind in the same tags": ('<function_calls>\\n<invoke name=\\"f\\">', None, False),
     "Mistral Nemo": ('{{- "[TOOL_CALLS][" }} {{- "[AVAILABLE_TOOLS][" }}', "mistral", False),
     "Mistral Small 3.2": ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral_args", False),
+    "Ministral 3": (
+        "{{- '[THINK]' + block['thinking'] + '[/THINK]' }} {{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
+        "mistral_args",
+        True,
+    ),
+    "gpt-oss": (
+        "{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}"
+        "{{- '<|start|>assistant to=functions.' + tool_call.name + '<|channel|>commentary json<|message|>' }}",
+        "harmony",
+        True,
+    ),
+    "Command A": (
+        "<|START_THINKING|>{{ message.tool_plan }}<|END_THINKING|><|START_ACTION|>[\n"
+        '    {"tool_call_id": "0", "tool_name": "{{ tool_call.name }}", "parameters": {}}\n]<|END_ACTION|>',
+        "cohere",
+        True,
+    ),
     "DeepSeek-R1": ("{{'<｜tool▁sep｜>' + name + '\\n```json\\n'}} <think>", "deepseek_v3", True),
     "SmolLM2": ("{% for message in messages %}{{'<|im_start|>' + message['role']}}{% endfor %}", None, False),
     "none": ("", None, False),
 }
 
 
+# What reasoning begins with, where it is not <think>.
+OPENS = {"Ministral 3": "[THINK]", "gpt-oss": "<|channel|>analysis<|message|>", "Command A": "<|START_THINKING|>"}
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_tell_the_format(name: str) -> None:
     template, tools, reasoning = TEMPLATES[name]
-    assert detect(template) == Detected(tools, reasoning)
+    found = detect(template)
+    assert found == Detected(tools, reasoning, tags=found.tags)
+    assert found.tags.opens[0] == OPENS.get(name, "<think>")
+
+
+@pytest.mark.parametrize("tools", format_names())
+def test_every_format_has_a_template_that_tells_it(tools: str) -> None:
+    assert tools in {told for _, told, _ in TEMPLATES.values()}
 
 
 # What the template of a model with other tags than <think> contains, a completion, its reasoning and its content.
