@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,16 +12,39 @@ import anyio
 import pytest
 import torch
 import transformers
-from against_transformers import all_at_once, check_cuts, drawn_with_logits, greedy
+from against_transformers import check_cuts, check_engine, drawn_with_logits
 from layer_normed_models import LAYER_NORMED
 from model_driver import OPERATIONS, ModelUnderTest, capacity
+from planted_bugs import (
+    Bug,
+    attention,
+    exchanged,
+    feed,
+    halves_exchanged,
+    is_caught,
+    misread,
+    names,
+    norms_before_rotation,
+    norms_behind_rotation,
+    plain_ropes,
+    pre_norms,
+    ropes,
+    stored,
+    vectors,
+    whole,
+    without,
+    zeroed,
+)
 from torch import Tensor
 
 from headrace.engine import Engine, InvalidParams, SamplingParams
 from headrace.engine.model.checkpoint.weights import load_weights
 from headrace.engine.model.cpu.sizing import runs_native
 from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.rope import Yarn
 from headrace.engine.model.spec import Attention
+from headrace.ops.cpu.block import CpuOps
+from headrace.ops.stream import HeadNorms
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -264,7 +287,7 @@ FAMILIES |= {
     "helium": lambda: helium(),
     "helium with every bias": lambda: helium(attention_bias=True, mlp_bias=True),
 }
-LENGTHS = (61, 40, 17)
+LENGTHS = (64, 40, 17)
 """Of the sequences that run side by side; past the window, the original context and several pages."""
 
 
@@ -322,75 +345,138 @@ def test_biases_and_norms_change_places_with_the_rows_of_heads(family: str, tmp_
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
-def test_what_sets_a_family_apart_changes_its_logits() -> None:
-    """Were a bias, window or rope ignored on both sides, the test above would not notice."""
-    for family, changes in [
-        ("llama 3, scaled rope", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
-        ("mistral, window", {"sliding_window": None}),
-        ("qwen2, later layers windowed", {"use_sliding_window": False, "layer_types": None}),
-        ("llama with yarn", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
-        ("mistral with yarn, no window", {"rope_parameters": {**YARN, "truncate": True}}),
-        ("mistral with yarn, no window", {"rope_parameters": {**YARN, "truncate": False, "attention_factor": 1.0}}),
-        ("ministral, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
-        ("ministral 3", {"rope_parameters": {**GROWING, "llama_4_scaling_beta": 0.0}}),
-        ("ministral 3, window, tied", {"rope_parameters": dict(GROWING)}),
-        ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "long_factor": LONG_ROPE["short_factor"]}}),
-        ("phi-3, longrope", {"rope_parameters": {**LONG_ROPE, "attention_factor": 1.0}}),
-        *(("granite", {factor: 1.0}) for factor in FACTORS),
-        ("smollm3", {"no_rope_layers": [1, 1, 1]}),
-        ("cwm, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
-        ("hunyuan, stretched, biased, tied", {"rope_parameters": {**ALPHA, "alpha": 1.0}}),
-        ("glm", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}),
-        ("glm with yarn", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5, "attention_factor": 1.0}}),
-        (
-            "phi-4-mini, three quarters of each head, longrope",
-            {"rope_parameters": {**PART_OF_LONG_ROPE, "attention_factor": 1.0}},
-        ),
-        ("gemma2, window in the middle layer", {"attn_logit_softcapping": None}),
-        ("gemma2, window in the middle layer", {"final_logit_softcapping": None}),
-        ("gemma3, window in the middle layer", {"query_pre_attn_scalar": 24}),
-        ("gemma3, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
-        (
-            "gemma3, window in the middle layer",
-            {"rope_parameters": {each: {"rope_type": "default"} for each in ("full_attention", "sliding_attention")}},
-        ),
-        ("olmo3, window in the middle layer", {"rope_parameters": {"full_attention": {**YARN, "factor": 1.0}}}),
-        ("olmo3, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
-        ("exaone4, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
-        ("smollm3, window in the middle layer", {"layer_types": ["full_attention"] * 3}),
-    ]:
-        model, sequences, expected = reference(family)
-        config = type(model.config)(**(model.config.to_dict() | changes))
-        plain = type(model)(config).eval()
-        plain.load_state_dict(model.state_dict())
-        with torch.inference_mode():
-            other = plain(torch.tensor([sequences[0]])).logits[0]
-        assert (other - expected[0]).abs().max() > 0.01, family
+HEADS, KV_HEADS = 4, 2
+MIDDLE = "window in the middle layer"
+FUSED = ["phi-3, window", "glm", "glm4"]
+STRETCHED = [
+    "llama 3, scaled rope", "llama with linear rope", "llama with yarn",
+    "mistral with yarn, no window", "ministral 3", "phi-3, longrope", "glm with yarn",
+    "phi-4-mini, three quarters of each head, longrope", f"olmo3, {MIDDLE}", f"gemma3, {MIDDLE}", f"cwm, {MIDDLE}",
+]  # fmt: skip
+MAGNIFIED = [
+    "llama with yarn", "mistral with yarn, no window", "ministral 3, window, tied", "phi-3, longrope", "glm with yarn",
+    "phi-4-mini, three quarters of each head, longrope", f"olmo3, {MIDDLE}",
+]  # fmt: skip
+WINDOWED = [
+    "mistral, window", "qwen2, later layers windowed", "phi-3, window", f"ministral, {MIDDLE}", f"smollm3, {MIDDLE}",
+    f"olmo3, {MIDDLE}", f"exaone4, {MIDDLE}", f"gemma2, {MIDDLE}", f"gemma3, {MIDDLE}", f"cwm, {MIDDLE}",
+]  # fmt: skip
+GEMMAS = ["gemma", f"gemma2, {MIDDLE}", f"gemma3, {MIDDLE}"]
+SANDWICHED = [*GEMMAS[1:], "glm4"]
+NORMED_BEHIND = ["olmo2", f"olmo3, {MIDDLE}", "exaone4, no window"]
+NORMED_HEADS = ["qwen3", "exaone4, no window", f"gemma3, {MIDDLE}"]
+PAIRED = ["glm", "glm4", "ernie 4.5", "helium"]
 
 
-def test_an_engine_generates_what_transformers_generates(family: str, tmp_path: Path) -> None:
-    """With the tokens of one step feeding the next, in a full batch, from a folder without a tokenizer's text."""
+def heads_as_one(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The norms of single heads as one over all of them."""
+    counts = {"q_norm_D": HEADS, "k_norm_D": KV_HEADS}
+    return {
+        name.replace("norm_D", "norm_X"): vector.repeat(counts[name]) if name in counts else vector
+        for name, vector in found.items()
+    }
+
+
+all_as_one = attention(qk_norm=False, qk_norm_across_heads=True)
+
+
+def values_before_keys(joined: Tensor) -> Tensor:
+    """Queries, then values, then keys."""
+    return torch.cat((joined[: len(joined) // 2], halves_exchanged(joined[len(joined) // 2 :])))
+
+
+WRONG: list[tuple[str, str, Bug]] = [
+    *((family, "a rope that is not stretched", misread(plain_ropes)) for family in STRETCHED),
+    *((family, "no magnitude", misread(ropes(magnitude=1.0))) for family in MAGNIFIED),
+    ("mistral with yarn, no window", "a ramp from pair to pair", misread(ropes(scaling=Yarn(4.0, 32)))),
+    ("hunyuan, stretched, biased, tied", "no alpha", misread(ropes(theta=500.0))),
+    (f"gemma3, {MIDDLE}", "one rope for all layers", misread(attention(rope=0))),
+    (f"olmo3, {MIDDLE}", "one rope for all layers", misread(attention(rope=0))),
+    ("smollm3", "every layer rotated", misread(attention(rope=0))),
+    (f"exaone4, {MIDDLE}", "every layer rotated", misread(attention(rope=0))),
+    ("ministral 3", "queries that do not grow", misread(attention(growth=None))),
+    *((family, "no window", misread(attention(window=None))) for family in WINDOWED),
+    ("mistral, window", "a window that is longer by one", misread(attention(window=WINDOW + 1))),
+    *((family, "all of each head rotated", misread(attention(rotary_dim=None))) for family in ("glm", "glm4")),
+    ("phi-4-mini, half of each head, window", "all of each head rotated", misread(attention(rotary_dim=None))),
+    *((family, "pairs half a head apart", misread(attention(interleaved=False))) for family in PAIRED),
+    *((family, "norms without their 1", misread(names(norm_offset=0.0))) for family in GEMMAS),
+    *((family, "embeddings not scaled", misread(whole(embedding_scale=1.0))) for family in GEMMAS),
+    *((family, "SiLU", misread(feed(activation="silu"))) for family in GEMMAS),
+    *((family, "scores over the root of the size of a head", misread(attention(scale=None))) for family in GEMMAS[1:]),
+    (GEMMAS[1], "another bound of scores", misread(attention(cap=50.0))),
+    (GEMMAS[1], "no bound of logits", misread(whole(logits_cap=None))),
+    ("granite", "embeddings not scaled", misread(whole(embedding_scale=1.0))),
+    ("granite", "results not scaled", misread(whole(embedding_scale=6.0))),
+    ("granite", "logits not scaled", misread(whole(logits_scale=1.0))),
+    ("granite", "scores over the root of the size of a head", misread(attention(scale=None))),
+    *((family, "no norms behind", without("result_norm_E")) for family in SANDWICHED),
+    *((family, "no norms before", without("norm_E")) for family in SANDWICHED),
+    *((family, "Llama's places", misread(exchanged("mixer_result_norm", "feed_norm"))) for family in SANDWICHED),
+    *((family, "no norms", without("result_norm_E")) for family in NORMED_BEHIND),
+    *((family, "norms before", misread(pre_norms)) for family in NORMED_BEHIND),
+    *((family, "heads not normed", without("q_norm_D", "k_norm_D")) for family in (*NORMED_HEADS, "hunyuan")),
+    *((family, "each other's norms", misread(exchanged("q_norm", "k_norm"))) for family in NORMED_HEADS),
+    *((family, "heads normed behind rotation", misread(norms_behind_rotation)) for family in NORMED_HEADS),
+    ("hunyuan", "heads normed before rotation", misread(norms_before_rotation)),
+    *((family, "all heads normed as one", vectors(heads_as_one, all_as_one)) for family in NORMED_HEADS),
+    *((family, "heads not normed", without("q_norm_X", "k_norm_X")) for family in NORMED_BEHIND[:2]),
+    *((family, "ups for gates", stored("gate_up_proj.weight", halves_exchanged)) for family in FUSED),
+    ("phi-3, window", "keys for values", stored("qkv_proj.weight", values_before_keys)),
+    ("phi-3, window", "values first", stored("qkv_proj.weight", halves_exchanged)),
+]
+
+
+@pytest.mark.parametrize(("family", "bug", "planted"), WRONG)
+def test_a_planted_bug_changes_logits(family: str, bug: str, planted: Bug, tmp_path: Path) -> None:
+    """Were a rule without effect on these checkpoints, the tests above would not notice that it is broken."""
+    model, sequences, expected = reference(family)
+    model.save_pretrained(tmp_path)
+    assert is_caught(planted, tmp_path, sequences[0], expected[0]), bug
+
+
+BIASED = {
+    "llama with every bias": ("qkv_bias", "o_bias", "gate_up_bias", "down_bias"),
+    "qwen2, tied": ("qkv_bias",),
+    "qwen3, tied, biased, later layers windowed": ("qkv_bias", "o_bias"),
+    "granite with every bias": ("qkv_bias", "o_bias", "gate_up_bias", "down_bias"),
+    "seed-oss with every bias": ("qkv_bias", "o_bias", "gate_up_bias", "down_bias"),
+    "olmo2 with every bias": ("qkv_bias", "o_bias"),
+    "gemma3 with every bias, no window": ("qkv_bias", "o_bias"),
+    "glm": ("qkv_bias",),
+    "ernie 4.5 with every bias": ("qkv_bias", "o_bias", "gate_up_bias", "down_bias"),
+    "hunyuan, stretched, biased, tied": ("qkv_bias", "o_bias"),
+    "gemma with every bias": ("qkv_bias", "o_bias"),
+    f"cwm, {MIDDLE}": ("gate_up_bias", "down_bias"),
+    "helium with every bias": ("qkv_bias", "gate_up_bias", "down_bias"),
+}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in BIASED.items() for name in names])
+def test_a_bias_left_out_changes_logits(family: str, name: str, tmp_path: Path) -> None:
+    model, sequences, expected = reference(family)
+    model.save_pretrained(tmp_path)
+    assert is_caught(zeroed(name), tmp_path, sequences[0], expected[0])
+
+
+@pytest.mark.parametrize("family", NORMED_BEHIND[:2])
+def test_a_norm_over_all_heads_is_not_one_of_each(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_each(ops: CpuOps, qkv_NX: Tensor, norms: HeadNorms) -> Tensor:
+        heads_NHD = qkv_NX.unflatten(1, (-1, ops.head_dim))
+        normed_NX = torch.nn.functional.rms_norm(heads_NHD, (ops.head_dim,), eps=1e-5).flatten(1)
+        values = ops.kv_heads * ops.head_dim
+        return torch.cat((normed_NX[:, :-values] * torch.cat((norms.q_D, norms.k_D)), qkv_NX[:, -values:]), 1)
+
+    model, sequences, expected = reference(family)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(CpuOps, "norm_across_heads", of_each)
+    assert is_caught(misread(), tmp_path, sequences[0], expected[0])
+
+
+def test_an_engine_generates_and_embeds_what_transformers_does(family: str, tmp_path: Path) -> None:
     model, sequences, _ = reference(family)
     model.save_pretrained(tmp_path)
-    expected = [greedy(model, ids, 12) for ids in sequences]
-
-    async def run() -> list[list[int]]:
-        options = {"dtype": "float32", "page_size": 4, "max_batched_tokens": 16, "max_rows": 4, "kv_memory": "1MiB"}
-        async with Engine(tmp_path, **options) as engine:
-            return await all_at_once(engine, sequences, 12)
-
-    write_tokenizer(tmp_path)
-    assert anyio.run(run) == expected
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer of 96 tokens: an engine wants one, and these tests give ids."""
-    from tokenizers import Tokenizer, decoders, models
-
-    alphabet = {chr(code): code - 33 for code in range(33, 33 + 94)}
-    core = Tokenizer(models.BPE(alphabet, []))
-    core.decoder = decoders.ByteLevel()
-    core.save(str(folder / "tokenizer.json"))
+    check_engine(tmp_path, model, sequences[0])
 
 
 def test_random_weights_need_a_config_alone(tmp_path: Path) -> None:

@@ -203,26 +203,6 @@ def test_what_an_engine_and_inspect_tell(tmp_path: Path) -> None:
     assert cpu.weights == made.info.weights
 
 
-def test_an_engine_embeds_and_scores(tmp_path: Path) -> None:
-    model = latent_model()
-    latent_folder(tmp_path)
-    query, document = list(range(12)), list(range(40, 49))
-
-    def vector(ids: list[int]) -> Tensor:
-        with torch.inference_mode():
-            hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1]
-        return torch.nn.functional.normalize(hidden, dim=0)
-
-    async def run() -> tuple[Any, float]:
-        async with Engine(tmp_path, device="cpu", dtype="float32", kv_memory="1MiB") as engine:
-            embedded = (await engine.embed([query])).vectors[0]
-            return embedded, float((await engine.score(query, [document])).scores[0])
-
-    embedded, score = anyio.run(run)
-    torch.testing.assert_close(torch.from_numpy(embedded), vector(query), rtol=0, atol=1e-4)
-    assert score == pytest.approx(float(vector(query) @ vector(document)), abs=1e-4)
-
-
 def test_pages_of_latent_vectors_are_swapped_and_given_back(tmp_path: Path) -> None:
     """Where pages run out choices go to host memory and back, and after a sleep the cache is made again."""
     latent_folder(tmp_path)
