@@ -67,10 +67,11 @@ soak: export OMP_NUM_THREADS = 1
 soak: $(TEST_READY) ## every planted bug, many simulated lives, an hour of simulated chaos, ten minutes of real load
 	$(say) 'the mutation gate: which seed finds which planted bug'
 	@HEADRACE_MUTATIONS=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 -rP tests/simulation/test_mutations.py
-	$(say) 'every kernel and tiling for every kind of GPU, compiled without one'
-	@HEADRACE_MATRIX=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 tests/ops/test_matrix.py
-	$(say) 'SmolLM2 in transformers, beside what the tests keep of it'
-	@HEADRACE_PARITY=all $(BIN)/python -m pytest -q tests/parity/test_smollm2.py
+	$(say) 'every kernel and tiling for every kind of GPU, compiled without one, and every format of experts'
+	@HEADRACE_MATRIX=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 tests/ops/test_matrix.py \
+		tests/ops/test_interpreted_experts.py
+	$(say) 'every family in every cut, and SmolLM2 in transformers, beside what the tests keep of it'
+	@HEADRACE_PARITY=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 --dist loadgroup tests/parity
 	$(say) 'requests drawn from the OpenAPI document, a hundred of each operation and kind'
 	@HEADRACE_EXAMPLES=100 $(BIN)/python -m pytest -q -n logical --maxprocesses=8 tests/server/test_openapi.py
 	$(say) 'tokens behind drafts: the distribution of 100,000 completions'
