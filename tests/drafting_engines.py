@@ -170,7 +170,8 @@ def small_folder(folder: Path, family: str = "Llama", model: str = "ForCausalLM"
     }  # fmt: skip
     del sizes["architectures"], sizes["model_type"]
     config, kind = (getattr(transformers, f"{family}{end}") for end in ("Config", model))
-    made = kind(config(**sizes | changes))
+    known = config()
+    made = kind(config(**{name: size for name, size in sizes.items() if hasattr(known, name)} | changes))
     for name, parameter in made.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, 0.0, 0.4)

@@ -131,9 +131,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
 def test_drafts_end_where_the_draft_model_does(model: Path, gpu: Gpu, tmp_path: Path, monkeypatch: Any) -> None:
     """It can read fewer positions, and knows fewer tokens: prompts beyond either are no trouble."""
     always_deep(monkeypatch)
-    short = small_folder(
-        tmp_path / "short", "GPT2", "LMHeadModel", max_position_embeddings=32, vocab_size=200, intermediate_size=64
-    )
+    short = small_folder(tmp_path / "short", "GPT2", "LMHeadModel", max_position_embeddings=32, vocab_size=200)
 
     async def run(**more: Any) -> list[Any]:
         async with Engine(model, **options(max_batched_tokens=24, **more)) as engine:
