@@ -6,6 +6,7 @@ the launching function promises. What a GPU would answer with an illegal access 
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -127,6 +128,20 @@ def gated(both: Tensor) -> Tensor:
 def activate_mul(at: SimpleNamespace) -> None:
     gate, up = at.gate_up.float().chunk(2, -1)
     at.out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up if at.GELU else gated(at.gate_up))
+
+
+# -- embeddings ---------------------------------------------------------------------------------------------------
+
+
+def read_rows(at: SimpleNamespace) -> None:
+    """The bits of the layout's own `dense`, so that a table in codes gives the embeddings of a plain one."""
+    memory, ids = at.memory, at.ids.long()
+    layout = importlib.import_module("headrace.ops.cuda.codes.layout").CodeLayout(at.KIND, memory.scales.dtype)
+    shape = (len(memory.words), at.chunks * at.KIND.chunk)
+    demand(0 <= int(ids.min()) and int(ids.max()) < shape[0], "a row beyond the table")
+    parts = {"codes": memory.words.view(torch.uint8)}
+    parts |= {name: getattr(memory, name) for name in layout.parts(shape) if name != "codes"}
+    at.out.copy_(layout.dense(parts, shape, torch.bfloat16)[ids].view(torch.int32))
 
 
 # -- adapters -------------------------------------------------------------------------------------------------------
@@ -492,6 +507,7 @@ KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_group_kernel": group,
     "_enter_kernel": enter,
     "_unpack_kernel": unpack,
+    "_read_rows_kernel": read_rows,
     "_shrink_row_kernel": shrink,
     "_shrink_group_kernel": shrink,
     "_shrink_long_kernel": shrink,

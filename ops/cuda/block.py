@@ -18,6 +18,7 @@ from headrace.ops.cuda import fused
 from headrace.ops.cuda.attention.steps import ATTENTION, CudaKv, CudaStep, DecodeStep, PrefillStep, WholeStep
 from headrace.ops.cuda.between import BetweenOps
 from headrace.ops.cuda.codes.layout import CodeLayout, codes_of
+from headrace.ops.cuda.codes.rows import CodeRows
 from headrace.ops.cuda.experts.packed import CudaExperts, ExpertProducts
 from headrace.ops.cuda.hazards import Launch
 from headrace.ops.cuda.heads import norm_rope_write
@@ -109,6 +110,10 @@ class CudaOps(BetweenOps, Missing):
     def pack_head(self, weight_VE: Stored) -> CudaProduct:
         """Pack the output head's weight for `logits`."""
         return self.pack(weight_VE, None)
+
+    def read_table(self, table_VE: Stored) -> CodeRows:
+        """Return the rows of a table in codes, in the dtype of activations; the table is shared."""
+        return CodeRows(codes_of(table_VE), self.shape.dtype)
 
     def keep_sinks(self, layer: int, sinks_H: Tensor) -> None:
         """Take the sinks of a layer's heads, float32, which are read where they lie."""

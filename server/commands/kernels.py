@@ -142,10 +142,11 @@ def list_of(
             spec,
             dtype=torch.bfloat16,
             keep_packed=True,
+            keep_embedding=True,
             quantize=quantize,
             quantize_head=quantize_head,
         )
-    listed = list_kernels(spec, gpu, rows=sizes, fp8=kv_dtype == "fp8", weights=weights, quantize_head=quantize_head)
+    listed = list_kernels(spec, gpu, rows=sizes, fp8=kv_dtype == "fp8", weights=weights)
     tuning = gpu.tuning
     measured = "measured" if tuning.is_measured else "nobody has measured it"
     print_kernels(listed, sizes, f"{model} on {gpu.name} ({measured}: numbers of {tuning.chip})")

@@ -9,19 +9,26 @@ from typing import Any
 
 import anyio
 import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_families import Metadata, Tensors, random_model, write_gguf
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, greedy, one_by_one, open_engine, together
 from gpu.judge import Judge
 from quantised_checkpoints import CASES, CONFIG, write_checkpoint
 from safetensors.torch import load_file, save_file
+from tokenizer_files import byte_metadata
 
 from headrace.ops.formats import Stored
 from headrace.ops.quantise import Method, quantise
 
-__all__ = ["check_checkpoint", "check_mxfp4", "check_quantise"]
+__all__ = ["check_checkpoint", "check_gguf", "check_mxfp4", "check_quantise"]
 
 _HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1}
 """Heads of 64 features, which kernels of attention take, in matrices of the same sizes."""
+_MIXTURE = {"attn_v.weight": Kind.Q6_K, "ffn_down.weight": Kind.Q6_K, "output.weight": Kind.Q6_K}
+"""As in Q4_K_M files."""
+_CODES = {"q4_k": "int4-g32-minima-factors", "q6_k": "int6-g16-factors"}
+"""Names of what a GPU keeps."""
 LENGTHS = (1, 3, 17, 40, 64, 90, 5, 33, 21, 8, 2, 70, 11, 26, 50, 9, 4, 31, 6, 12)
 
 
@@ -86,6 +93,36 @@ def check_checkpoint(name: str, device: str, judge_on: str, root: Path) -> None:
         options: dict[str, Any] = {"kv_memory": "8MiB", "max_rows": 32, "max_batched_tokens": 64}
         async with open_engine(root / "quantised", device, **options) as engine:
             judge.check(await together(engine, [draw(7, seed, 60) for seed in range(20)], greedy(12)), name)
+
+    anyio.run(run)
+
+
+def _with_tokenizer(metadata: Metadata, _tensors: Tensors) -> None:
+    """Add a tokenizer without a token that ends a completion."""
+    metadata.update(byte_metadata())
+    del metadata["tokenizer.ggml.eos_token_id"]
+
+
+def check_gguf(device: str, judge_on: str, root: Path, *, tied: bool) -> None:
+    """Assert that a file of blocks gives the tokens of their numbers; a GPU keeps embeddings and head in their bits."""
+    model = random_model(
+        "llama", vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64,
+        max_position_embeddings=512, tie_word_embeddings=tied,
+    )  # fmt: skip
+    numbers = write_gguf(model, root / "model.gguf", _with_tokenizer, kind=Kind.Q4_K, kinds=_MIXTURE)
+    model.load_state_dict(numbers, strict=False)
+    model.bfloat16().save_pretrained(root / "plain")
+    judge = Judge(root / "plain", judge_on, loose=8.0)
+
+    async def run() -> None:
+        options: dict[str, Any] = {"kv_memory": "8MiB", "max_rows": 32, "max_batched_tokens": 192}
+        async with open_engine(root / "model.gguf", device, **options) as engine:
+            kept = {(each.part, each.format) for each in engine.info.weights if each.part in ("embedding", "head")}
+            ends = {("embedding", "q4_k"), ("head", "q6_k")} if not tied else {("embedding", "q4_k")}
+            assert device == "cpu" or kept == {(part, _CODES[format]) for part, format in ends}, kept
+            judge.check(await one_by_one(engine, [draw(length, length) for length in (1, 45, 90)], 12), "alone")
+            judge.check(await together(engine, [draw(n, n) for n in LENGTHS], greedy(8)), "side by side")
+            await at_rest(engine)
 
     anyio.run(run)
 

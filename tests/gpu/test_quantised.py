@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from gpu.conftest import Zoo
-from gpu.quantised import check_checkpoint, check_mxfp4, check_quantise
+from gpu.quantised import check_checkpoint, check_gguf, check_mxfp4, check_quantise
 
 from headrace.ops.quantise import Method
 
@@ -28,6 +28,11 @@ def test_a_head_is_quantised_where_it_is_asked_for(
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_quantised_checkpoint_is_its_plain_model(device: str, name: str, tmp_path: Path) -> None:
     check_checkpoint(name, device, device, tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_gguf_file_is_its_plain_model(device: str, tied: bool, tmp_path: Path) -> None:
+    check_gguf(device, device, tmp_path, tied=tied)
 
 
 def test_experts_in_4_bit_floats_stay_in_their_bits(zoo: Zoo, device: str) -> None:

@@ -7,6 +7,7 @@ import torch
 from gguf import GGMLQuantizationType as Block
 from stored_codes import FORMATS, OTHERS, RING, label, random_weight, whole
 
+from headrace.ops.cuda.codes import packing
 from headrace.ops.cuda.codes.held import kind_of
 from headrace.ops.cuda.codes.kinds import INT4, Kind
 from headrace.ops.cuda.codes.layout import CodeLayout, codes_of
@@ -47,6 +48,17 @@ def test_bytes_are_those_of_the_file(format: Format) -> None:
     """Within 3 % for a matrix of a model's size, the padding of constants included."""
     weight = random_weight(format, 4096, 4096)
     assert in_codes(weight, torch.bfloat16).nbytes <= 1.03 * weight.nbytes
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=label)
+def test_a_large_weight_is_packed_in_slices(format: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the last is smaller; the parts are those of a weight that is packed at once."""
+    weight = random_weight(format, 2056, 256)
+    whole_at_once = in_codes(weight, torch.bfloat16)
+    monkeypatch.setattr(packing, "_SLICE", 1)
+    packed = in_codes(weight, torch.bfloat16)
+    assert packed.format == whole_at_once.format
+    assert all(torch.equal(part, whole_at_once.parts[name]) for name, part in packed.parts.items())
 
 
 def test_exponents_of_all_sizes_are_kept() -> None:

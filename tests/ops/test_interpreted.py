@@ -25,6 +25,7 @@ from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.codes.kinds import E4M3
 from headrace.ops.cuda.codes.layout import codes_of
 from headrace.ops.cuda.codes.packing import in_codes
+from headrace.ops.cuda.codes.rows import CodeRows
 from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.products.coded import coded
 from headrace.ops.cuda.products.coded_tiles import TileTiling, coded_tiles_linear
@@ -99,6 +100,9 @@ for number, format in list(enumerate(FORMATS))[first::step]:
     unpack(codes._replace(kind=codes.kind.in_order), 13, some)
     truth = dense[13:17].bfloat16()
     assert torch.equal(some, truth[:, codes.order_I] if codes.kind.ordered else truth), codes.kind.name
+    for ids in (torch.tensor([71, 0, 13, 13]), torch.tensor([[8, 9], [40, 9]], dtype=torch.int32)[:, 0]):
+        read = CodeRows(codes, torch.bfloat16)[ids]
+        assert torch.equal(read, dense[ids].bfloat16()), codes.kind.name
     if codes.kind.codes == E4M3 and not codes.kind.group:
         x = torch.randn(5, size_in).bfloat16()
         rounded, scales = to_codes(x)

@@ -142,11 +142,13 @@ class Chip:
         from headrace.ops.cuda.products.packed import Products
         from headrace.ops.cuda.products.registry import ProductRoom
 
+        def stored(outs: int, ins: int) -> Stored:
+            if codes is None:
+                return Stored.from_dense(empty(outs, ins))
+            return Stored.allocate(codes, (outs, ins), lambda shape, dtype: empty(*shape, dtype=dtype))
+
         def weight(outs: int, ins: int) -> Any:
-            packed = Stored.from_dense(empty(outs, ins))
-            if codes is not None:
-                packed = Stored.allocate(codes, (outs, ins), lambda shape, dtype: empty(*shape, dtype=dtype))
-            return self.ops.pack(packed, None)
+            return self.ops.pack(stored(outs, ins), None)
 
         self.arch, self.model = Arch.named(arch), model
         shape = HeadShape(
@@ -165,6 +167,7 @@ class Chip:
         self.qkv, self.out = weight(width, model.hidden), weight(model.hidden, model.heads * model.head_dim)
         self.gate_up, self.down = weight(2 * model.ffn, model.hidden), weight(model.hidden, model.ffn)
         self.head = self.ops.pack(Stored.from_dense(empty(model.vocabulary, model.hidden)), None)
+        self.table = None if codes is None else self.ops.read_table(stored(1024, model.hidden))
         self.pdl = self.ops.pdl
 
     def inputs(self, rows: int) -> Any:
@@ -388,11 +391,12 @@ def unpack(chip: Chip, rows: int) -> None:
 
 
 def coded(chip: Chip, rows: int) -> None:
-    """The products of a feed, plain and with the activation, and logits."""
+    """The products of a feed, plain and with the activation, logits, and rows of a table."""
     ops = chip.ops
     ops.product(empty(rows, chip.model.ffn), chip.down)
     ops.gated(empty(rows, chip.model.hidden), chip.gate_up)
     ops.logits(empty(rows, chip.model.hidden), chip.gate_up)
+    chip.table[empty(rows, dtype=torch.int64)]
 
 
 class Mixture(NamedTuple):
@@ -575,7 +579,7 @@ def test_kernels_of_triton_compile_and_fit(arch: str, part: int, tmp_path: Path)
     kernels = {launch.kernel for launch in launches}
     if EVERYTHING:
         return
-    assert kernels >= {"_unpack_kernel", "_coded_vector_kernel", "_coded_tiles_kernel"}
+    assert kernels >= {"_unpack_kernel", "_read_rows_kernel", "_coded_vector_kernel", "_coded_tiles_kernel"}
     assert kernels >= {"_expert_tiles_kernel", "_coded_expert_tiles_kernel", "_expert_up_kernel", "_expert_down_kernel"}
     assert kernels >= {"_split_decode_kernel", "_grouped_attention_kernel"}
     assert kernels >= {

@@ -129,11 +129,13 @@ def test_weights_in_orders_of_their_own_are_multiplied_one_after_the_other(tmp_p
     assert "-64: even, 65-96: even in passes, 97-1024: many rows" in down and down.endswith("1025+: unpacked")
 
 
-def test_a_head_of_a_checkpoint_is_made_dense_and_one_that_is_quantised_here_is_not(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, CASES["gptq with rules"])
-    _, text = listed(str(tmp_path), "--arch", "sm_90", columns=300)
-    assert "65+: cuBLAS" in cells_of(text, "head (int8-g32-zeros)")
-    assert refusals(text)["those for codes", "head (int8-g32-zeros)"].startswith("make float32 logits of a few rows")
+def test_a_quantised_head_is_multiplied_by_its_codes(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "folder", CASES["gptq with rules"])
+    _, text = listed(str(tmp_path / "folder"), "--arch", "sm_90", columns=300)
+    assert cells_of(text, "head (int8-g32-zeros)") == "1-2: vector, 3-64: tiles, 65+: unpacked"
+    write_model(tmp_path / "tied.gguf", Kind.Q6_K)
+    _, text = listed(str(tmp_path / "tied.gguf"), "--arch", "sm_90", columns=300)
+    assert cells_of(text, "head (q6_k)").endswith("+: unpacked")
     _, text = listed("qwen3-0.6b", "--arch", "sm_90", "--quantize", "int8", "--quantize-head", columns=300)
     assert cells_of(text, "head (int8)").endswith("+: unpacked") and ": even" in cells_of(text, "down (int8)")
 

@@ -144,10 +144,8 @@ class FileMaker:
         return kept(self._stored(fused, formats, self._temporary), self.empty, self.layout, self.quantize)
 
     def table(self, fused: Fused) -> Stored:
-        """Return the embeddings or an output head: dense where layers get other formats than the file's."""
-        if self.layout is None and self.quantize is None:
-            return self.weight(fused)
-        return Stored.from_dense(self.dense(fused))
+        """Return the embeddings or an output head as a matrix of a layer, but dense where layers are quantised."""
+        return self.weight(fused) if self.quantize is None else Stored.from_dense(self.dense(fused))
 
     def _temporary(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

@@ -301,8 +301,8 @@ def load_weights(
         readers: Readers of the ways in which a checkpoint may store a weight, in the order in which they are asked;
             an inventory has been made with its own.
         empty: Makes all tensors, parts of stored weights included, always in the same order; None uses torch's own.
-        layout: Returns a quantised weight of products in the form in which the device keeps it; None makes it dense,
-            unless `keep_packed`.
+        layout: Returns a quantised matrix in the form in which the device keeps it, the embeddings included; None makes
+            it dense, unless `keep_packed`, and the embeddings in any case.
         quantize: Way to quantise each dense matrix of the layers as it is loaded; None leaves them as they are.
         quantize_head: Whether to quantise the output head, too; a tied one becomes a matrix beside the embedding.
         blank: Whether to leave the checkpoint's weights unread: they become zeros in their formats.
@@ -321,7 +321,7 @@ def load_weights(
             inventory.check_numbers()
         make = BlankMaker if blank else FileMaker
         maker = make(inventory, spec, empty, dtype, device, keep_packed, progress, layout, quantize, quantize_head)
-        return _load(maker, spec)
+        return _load(maker, spec, keep_embedding=layout is not None)
 
 
 def describe_weights(
@@ -349,7 +349,7 @@ def describe_weights(
             return _assemble(spec, _Random(empty, dtype, device, 0, layout, quantize, quantize_head))
         inventory = files.enter_context(open_inventory(source, spec, readers))
         maker = MetaMaker(inventory, spec, empty, dtype, device, keep_packed, None, layout, quantize, quantize_head)
-        return _assemble(spec, maker, keep_embedding=keep_embedding)
+        return _assemble(spec, maker, keep_embedding=keep_embedding or layout is not None)
 
 
 def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

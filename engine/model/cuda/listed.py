@@ -103,7 +103,6 @@ def list_kernels(
     fp8: bool = False,
     kernels: Kernels = KERNELS,
     weights: DecoderWeights | None = None,
-    quantize_head: bool = False,
 ) -> KernelList:
     """Return the kernels for the products and the attention of a model.
 
@@ -114,7 +113,6 @@ def list_kernels(
         fp8: Whether keys and values are stored in 8 bits.
         kernels: The kernels to choose among.
         weights: The weights in the formats in which they are stored, on any device; None for dense ones.
-        quantize_head: Whether an output head that is quantised stays so, as `EngineConfig.quantize_head` says.
 
     Raises:
         ModelRejected: No kernel computes the attention of a layer.
@@ -122,7 +120,7 @@ def list_kernels(
     shapes = {shape.key: shape for shape in _shapes(spec, fp8=fp8).values()}.values()
     kernels = kernels.to_latents() if has_latents(spec) else kernels
     lines, refusals = list[Line](), list[Refusal]()
-    for what, product in _products(spec, weights, quantize_head).items():
+    for what, product in _products(spec, weights).items():
         kind = product.shape.kind
         coded = () if kind is None else kernels.coded(kind)
         resolved, steps = resolve((*coded, *kernels.products), arch, product.shape), _steps(spec, product)
@@ -206,7 +204,7 @@ class _Product(NamedTuple):
     """Whether it is one of several weights that are multiplied one after the other."""
 
 
-def _products(spec: DecoderSpec, weights: DecoderWeights | None, quantize_head: bool) -> dict[str, _Product]:
+def _products(spec: DecoderSpec, weights: DecoderWeights | None) -> dict[str, _Product]:
     """Return the different products of the layers and of the output head, by what they are called in the list."""
     if weights is None:
         weights = describe_weights("random", spec, dtype=torch.bfloat16)
@@ -223,7 +221,7 @@ def _products(spec: DecoderSpec, weights: DecoderWeights | None, quantize_head: 
         of_all = SublayerWeights({"per_layer": weights.per_layer.product_XE}, {})
         found["per_layer"] = Counter([_product("per_layer", of_all, first_dim)])
     if spec.has_head:
-        found["head"] = Counter([_head(weights.head, first_dim, quantize_head)])
+        found["head"] = Counter([_product("head", SublayerWeights({"head": weights.head}, {}), first_dim)])
     return {_called(product, varieties): product for varieties in found.values() for product in varieties}
 
 
@@ -298,17 +296,6 @@ def _name(format: Format) -> str:
     """Return the name of a format; of weights one above the other the different names, each once."""
     pieces = [piece for piece, _ in format.pieces] if isinstance(format, Stacked) else [format]
     return " + ".join(dict.fromkeys(piece.name for piece in pieces))
-
-
-def _head(weight: Stored, head_dim: int, quantize_head: bool) -> _Product:
-    """Return the head's product: a quantised head of a checkpoint is made dense as it is read."""
-    product = _product("head", SublayerWeights({"head": weight}, {}), head_dim)
-    if quantize_head or isinstance(weight.format, Dense):
-        return product
-    return product._replace(
-        shape=product.shape._replace(kind=None),
-        is_unpacked="make float32 logits of a few rows alone",
-    )
 
 
 def _called(product: _Product, varieties: Mapping[_Product, int]) -> str:

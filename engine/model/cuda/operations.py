@@ -158,7 +158,8 @@ def kinds_of(weights: DecoderWeights) -> list[Kind]:
         for sublayer in (weights.layers[number].mixer, weights.layers[number].feed)
         for matrix in sublayer.matrices.values()
     )
-    matrices = (*of_layers, weights.head)
+    others = () if weights.per_layer is None else (weights.per_layer.product_XE,)
+    matrices = (*of_layers, *others, weights.head)
     formats = [piece.format for matrix in matrices for piece in matrix.pieces()]
     kinds = {format.kind for format in formats if isinstance(format, CodeLayout)}
     return sorted(kinds, key=lambda kind: kind.name)

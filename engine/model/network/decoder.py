@@ -17,7 +17,16 @@ from torch import Tensor
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.checkpoint.weights import DecoderWeights
 from headrace.engine.model.network.layers import FEEDS, MIXERS, Feeds, Mixers
-from headrace.engine.model.network.operations import BlockOps, DeviceOps, Kv, Packed, ReadableHead, Step, Table
+from headrace.engine.model.network.operations import (
+    BlockOps,
+    DeviceOps,
+    Kv,
+    Packed,
+    ReadableHead,
+    Step,
+    Table,
+    TableOps,
+)
 from headrace.engine.model.network.parallel import ParallelLayer
 from headrace.engine.model.network.per_layer import PerLayerInputs
 from headrace.engine.model.network.placement import Entry
@@ -109,10 +118,10 @@ class Decoder(Generic[Packed, Step, Kv]):
         if spec.positions is not None and weights.positions_PE is not None:
             self._positions = spec.positions, weights.positions_PE, first.positions
         self._head, self._head_bias_V = first.pack_head(weights.head), weights.head_bias_V
-        self._embedding_VE = _table(weights, self._head)
+        self._embedding_VE = _table(weights, self._head, first)
         self._per_layer: PerLayerInputs[Packed, Step, Kv] | None = None
         if spec.per_layer is not None and weights.per_layer is not None:
-            rows = _rows_of(weights.per_layer.table_VX)
+            rows = _rows_of(weights.per_layer.table_VX, first)
             self._per_layer = PerLayerInputs(spec.per_layer, weights.per_layer, rows, first)
 
     def hidden(
@@ -247,16 +256,18 @@ class _HeadRows:
         return self._head.read_rows(ids_N)
 
 
-def _table(weights: DecoderWeights, head: object) -> Table:
+def _table(weights: DecoderWeights, head: object, ops: object) -> Table:
     """Return the embeddings: a tied head if it hands out rows, so that there is no second copy, else as they are."""
     embedding = weights.embedding
     if embedding is weights.head and isinstance(head, ReadableHead):
         return _HeadRows(head)
-    return _rows_of(embedding)
+    return _rows_of(embedding, ops)
 
 
-def _rows_of(table: Stored) -> Table:
-    return table.parts["values"] if isinstance(table.format, Dense) else _StoredRows(table)
+def _rows_of(table: Stored, ops: object) -> Table:
+    if isinstance(table.format, Dense):
+        return table.parts["values"]
+    return ops.read_table(table) if isinstance(ops, TableOps) else _StoredRows(table)
 
 
 def _times(factor: float, x_NE: Tensor) -> Tensor:

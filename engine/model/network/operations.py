@@ -28,6 +28,7 @@ __all__ = [
     "ReadableHead",
     "Step",
     "Table",
+    "TableOps",
     "WholeLayer",
 ]
 
@@ -44,6 +45,15 @@ class Table(Protocol):
 
     def __getitem__(self, ids_N: Tensor, /) -> Tensor:
         """Return the rows `ids_N` (int32 or int64), [N, E]."""
+        ...
+
+
+@runtime_checkable
+class TableOps(Protocol):
+    """Protocol of a device's operations that hand out the rows of a table in a layout of the device's own."""
+
+    def read_table(self, table_VE: Stored, /) -> Table:
+        """Return the rows of `table_VE`, whose memory they share."""
         ...
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from headrace.ops.cuda.codes.layout import Codes
 
-__all__ = ["CodeMemory", "line_scales", "load_codes", "load_constants", "memory_of", "numbers_of", "pair_of"]
+__all__ = [
+    "CodeMemory", "line_scales", "load_codes", "load_constants", "memory_of", "numbers_of", "pair_of", "write_line",
+]  # fmt: skip
 
 _SIGNS, _ABOVE = -0x7FFF8000, 0x4B000000
 """Bits of two signs, 16 apart, and 2^23 in float32. Kernels take them as arguments: of two constants in one operation
@@ -187,3 +189,37 @@ def numbers_of(word, high, table, number, constant, constants, PAIR: tl.constexp
         low += offset
         up += offset
     return low, up
+
+
+@triton.jit
+def write_line(memory, line, out, row, block, chunks, KIND: tl.constexpr, BLOCK: tl.constexpr, BF16: tl.constexpr):
+    """Write the numbers of a line, an int64, in bf16 or fp16, those of a block of `BLOCK` chunks, to a row of `out`.
+
+    `out` holds words of 32 bits: neighbours are stored together, as single elements would cost as many transactions as
+    16 bytes.
+    """
+    DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    chunk = block * BLOCK + tl.arange(0, BLOCK)  # of 16 bytes
+    inside = (chunk < chunks)[:, None]
+    number = tl.arange(0, 4 * KIND.pairs)[None, :]  # of a pair of neighbours in the chunk
+    at = (line * chunks + chunk)[:, None]
+    word = tl.load(memory.words + at * 4 + number % 4, mask=inside, other=0)
+    fifth = word
+    sixth = word
+    if KIND.high > 0:
+        fifth = tl.load(memory.high + at * KIND.high, mask=inside, other=0)
+    if KIND.high > 1:
+        sixth = tl.load(memory.high + at * KIND.high + 1, mask=inside, other=0)
+    if KIND.group >= KIND.chunk:
+        scale, offset = load_constants(memory, line, chunk * KIND.chunk, chunk < chunks, KIND)
+        constants = (scale[:, None], offset[:, None])
+    else:
+        constants = load_constants(memory, line, chunk[:, None] * KIND.chunk + 2 * number, inside, KIND)
+    shifted = word >> (KIND.bits * (number // 4))
+    table = memory.table + line // 8 * 16
+    low, up = numbers_of(shifted, (fifth, sixth), table, number, memory.constant, constants, 0, KIND)
+    of_line = line_scales(memory, line, KIND)
+    low = (low * of_line).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    up = (up * of_line).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    place = (row.to(tl.int64) * chunks + chunk)[:, None] * (4 * KIND.pairs) + number
+    tl.store(out + place, low | up, mask=inside)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from headrace.ops.cuda.codes.held import kind_of, kinds_of_pieces
-from headrace.ops.cuda.codes.kinds import INT8, LINES_OF_SCALE, LINES_OF_TABLE, Kind
+from headrace.ops.cuda.codes.kinds import INT8, LINES_OF_SCALE, LINES_OF_TABLE, TABLE, Kind
 from headrace.ops.cuda.codes.layout import EIGHT_BITS, FOUR_BITS, CodeLayout
-from headrace.ops.formats import Stored
+from headrace.ops.formats import Stored, joins
 from headrace.ops.gguf_formats import GgufBlocks
 from headrace.ops.quantised import Fp8, unpack_nibbles
 
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["in_codes"]
 
+_SLICE: Final = 1 << 24
+"""Elements of a weight that are packed at a time, about: their codes lie one in a byte, or in more, meanwhile."""
+_WHOLE_BLOCKS: Final = 1024
+"""Outputs to whose multiple slices are cut, so that they have whole blocks of 8-bit floats."""
 
-class _Piece(NamedTuple):
-    """A weight taken apart; G groups, L outputs or eights of outputs, S spans."""
 
-    codes_OI: Tensor
-    """Codes, one in a byte; of integers those above zero."""
+class _Constants(NamedTuple):
+    """What a weight has beside its codes; G groups, L outputs or eights of outputs, S spans."""
+
     scales: Tensor
     """[L, G] or [O]."""
     zeros: Tensor | None = None
@@ -35,6 +38,7 @@ class _Piece(NamedTuple):
     factors: Tensor | None = None
     """[L, S], with those of minima after each, or [O]."""
     table: Tensor | None = None
+    """Table of each `LINES_OF_TABLE` outputs, or one of all."""
     order_I: Tensor | None = None
 
 
@@ -54,31 +58,47 @@ def in_codes(weight: Stored, dtype: torch.dtype) -> Stored:
 
 
 def _packed(weight: Stored, kind: Kind) -> Stored:
-    pieces = [_taken_apart(piece, kind) for piece in weight.pieces()]
-    layout = CodeLayout(kind, pieces[0].scales.dtype)
+    codes: list[Tensor] = []
+    high: list[Tensor] = []
+    constants: list[_Constants] = []
+    for piece in weight.pieces():
+        for some in _slices(piece):
+            codes_OI, of_piece = _taken_apart(some, kind)
+            codes.append(_in_chunks(codes_OI, kind))
+            high += [_high_words(codes_OI, kind)] if kind.high else []
+            constants.append(of_piece)
+    layout = CodeLayout(kind, constants[0].scales.dtype)
     specs = layout.parts(weight.shape)
-    parts = {"codes": torch.cat([_in_chunks(piece.codes_OI, kind) for piece in pieces])}
+    parts = {"codes": torch.cat(codes)}
     if kind.high:
-        parts["high"] = torch.cat([_high_words(piece.codes_OI, kind) for piece in pieces])
-    parts["scales"] = _joined([piece.scales for piece in pieces], specs["scales"])
-    of_lines = {"zeros": [piece.zeros for piece in pieces], "factors": [piece.factors for piece in pieces]}
+        parts["high"] = torch.cat(high)
+    parts["scales"] = _joined([each.scales for each in constants], specs["scales"])
+    of_lines = {"zeros": [each.zeros for each in constants], "factors": [each.factors for each in constants]}
     for name, numbers in of_lines.items():
         if name in specs:
             parts[name] = _joined([each for each in numbers if each is not None], specs[name])
-    if pieces[0].table is not None:
-        parts["table"] = torch.cat(
-            [each.table.expand(len(each.codes_OI) // LINES_OF_TABLE, 16) for each in pieces if each.table is not None]
-        )
-    if pieces[0].order_I is not None:
-        parts["order"] = pieces[0].order_I
+    if kind.codes == TABLE:
+        tables = ((each.table, len(rows) // LINES_OF_TABLE) for each, rows in zip(constants, codes, strict=True))
+        parts["table"] = torch.cat([table.expand(eights, 16) for table, eights in tables if table is not None])
+    if constants[0].order_I is not None:
+        parts["order"] = constants[0].order_I
     return Stored(layout, weight.shape, parts)
 
 
-def _taken_apart(weight: Stored, kind: Kind) -> _Piece:
+def _slices(weight: Stored) -> list[Stored]:
+    """Return a weight in slices of some outputs, or whole where it is small or outputs share what cannot be cut."""
+    outs, ins = weight.shape
+    rows = max(_SLICE // ins // _WHOLE_BLOCKS, 1) * _WHOLE_BLOCKS
+    sizes = [min(rows, outs - first) for first in range(0, outs, rows)]
+    return weight.split(sizes) if len(sizes) > 1 and joins(weight.format, weight.shape, sizes) else [weight]
+
+
+def _taken_apart(weight: Stored, kind: Kind) -> tuple[Tensor, _Constants]:
+    """Return the codes of a weight, one in a byte and of integers those above zero, and what it has besides."""
     format, parts, ins = weight.format, weight.parts, weight.shape[-1]
     if isinstance(format, GgufBlocks):
         codes_OI, scales_OG, minima_OG, factors_OS = format.taken_apart(parts, weight.shape)
-        return _Piece(codes_OI, scales_OG, minima_OG, factors_OS)
+        return codes_OI, _Constants(scales_OG, minima_OG, factors_OS)
     values, scales = parts["values"], parts["scale"]
     codes_OI = values.view(torch.uint8) if kind.bits == 8 else unpack_nibbles(values, ins)
     if isinstance(format, Fp8) and format.block is not None:
@@ -89,7 +109,7 @@ def _taken_apart(weight: Stored, kind: Kind) -> _Piece:
     zeros = parts.get("zero")
     if not kind.group:
         scales, zeros = scales.view(-1).float(), None if zeros is None else zeros.view(-1)
-    return _Piece(codes_OI, scales, zeros, parts.get("factor"), parts.get("table"), parts.get("order"))
+    return codes_OI, _Constants(scales, zeros, parts.get("factor"), parts.get("table"), parts.get("order"))
 
 
 def _in_chunks(codes_OI: Tensor, kind: Kind) -> Tensor:

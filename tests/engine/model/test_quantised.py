@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from emulated_cuda import emulated
 from gpu.conftest import Zoo
-from gpu.quantised import check_checkpoint, check_quantise
+from gpu.quantised import check_checkpoint, check_gguf, check_quantise
 
 from headrace.ops.quantise import Method
 
@@ -47,3 +47,11 @@ def test_a_cpu_multiplies_by_a_quantised_head(family: str, zoo: Zoo, tmp_path: P
 def test_a_gpu_reads_quantised_checkpoints(name: str, tmp_path: Path) -> None:
     with emulated():
         check_checkpoint(name, "cuda", "cpu", tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_gpu_reads_embeddings_and_head_from_codes(tied: bool, tmp_path: Path) -> None:
+    with emulated() as gpu:
+        check_gguf("cuda", "cpu", tmp_path, tied=tied)
+        kind = "int4-g32-minima-factors" if tied else "int6-g16-factors"
+        assert gpu.launches["_read_rows_kernel"] and gpu.launches[f"product: tiles, {kind}"]
