@@ -15,7 +15,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from headrace.ops.formats import Int4Groups, PartSpec, Stored, row_blocks
-from headrace.ops.gguf_small import SMALL_KINDS, small_weights
+from headrace.ops.gguf_small import SMALL_KINDS, small_numbers, small_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,7 +60,7 @@ _ZEROS = {Kind.Q4_0: 8, Kind.Q5_0: 16}
 
 class BlockNumbers(NamedTuple):
     """A matrix of blocks taken apart: `code * scale + minimum`, or `(code - middle) * scale`, where middle is half the
-    number of codes."""
+    number of codes that the code's bits can hold, or `table[code] * scale`."""
 
     codes_OI: Tensor
     """uint8 codes."""
@@ -70,6 +70,8 @@ class BlockNumbers(NamedTuple):
     """Minima of groups, if the kind has them, like scales."""
     factors_OS: Tensor | None = None
     """Factors of scales for each 256 inputs, float16, and where there are minima theirs after each. None: 1."""
+    table_16: Tensor | None = None
+    """Numbers of the codes, float32, of kinds whose codes are places in a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +128,17 @@ class GgufBlocks:
         block, outs = _BLOCKS[self.kind], math.prod(shape[:-1])
         codes_OBc = parts["codes"].reshape(outs, -1, block.codes)
         constants_OBk = parts["constants"].reshape(outs, -1, block.constants)
-        codes_OI = _codes(self.kind, codes_OBc).flatten(1)
         scales, minima = constants_OBk[..., 0], constants_OBk[..., 1] if block.constants == 2 else None
+        if self.kind in SMALL_KINDS:
+            small = small_numbers(self.kind, codes_OBc)
+            codes_OI, of_groups, table = small.codes_OBw.flatten(1), small.scales_OBs, small.table_16
+            if of_groups is None:
+                return BlockNumbers(codes_OI, scales, None, None, table)
+            if minima is None or small.minima_OBs is None:
+                return BlockNumbers(codes_OI, of_groups.flatten(1), None, scales, table)
+            factors_OS = torch.stack((scales, -minima), -1).flatten(1)
+            return BlockNumbers(codes_OI, of_groups.flatten(1), small.minima_OBs.flatten(1), factors_OS)
+        codes_OI = _codes(self.kind, codes_OBc).flatten(1)
         if block.weights == 32:
             return BlockNumbers(codes_OI, scales, minima)
         if minima is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SMALL_KINDS", "signed_values", "small_weights"]
+__all__ = ["SMALL_KINDS", "SmallNumbers", "signed_values", "small_numbers", "small_weights"]
 
 SMALL_KINDS = (Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS)
 """The kinds of blocks that are unpacked here."""
@@ -33,6 +33,34 @@ def small_weights(kind: Kind, codes_OBc: Tensor, constants_OBk: Tensor) -> Tenso
     return (values_OBsg.float() * (unit_OB1 * factors_OBs.float()).unsqueeze(-1)).flatten(-2)
 
 
+class SmallNumbers(NamedTuple):
+    """Blocks of a small kind taken apart: 4-bit codes, and the 8-bit factors of each group."""
+
+    codes_OBw: Tensor
+    """Codes, one in a byte: of Q2_K as they are, of Q3_K 8 above their values, of the others places in a table."""
+    scales_OBs: Tensor | None
+    """Factors of the scale, uint8 or int8; None where a block has none."""
+    minima_OBs: Tensor | None = None
+    """Factors of the minimum, uint8, where there is one."""
+    table_16: Tensor | None = None
+    """Numbers of the places in a table, float32."""
+
+
+def small_numbers(kind: Kind, codes_OBc: Tensor) -> SmallNumbers:
+    """Return codes and factors of one of `SMALL_KINDS` from the codes of its blocks, uint8 [out, blocks, bytes]."""
+    if kind is Kind.Q2_K:
+        factors_OBs = codes_OBc[..., :16]
+        return SmallNumbers(_two_bits(codes_OBc[..., 16:]), factors_OBs & 15, factors_OBs >> 4)
+    if kind is Kind.Q3_K:
+        values_OBsg, scales_OBs = _three_bits(codes_OBc)
+        return SmallNumbers((values_OBsg + 8).to(torch.uint8).flatten(-2), scales_OBs)
+    table_16 = torch.tensor(_IQ4_VALUES, dtype=torch.float32, device=codes_OBc.device)
+    if kind is Kind.IQ4_NL:
+        return SmallNumbers(_places(codes_OBc), None, table_16=table_16)
+    places_OB8g = _places(codes_OBc[..., 6:].unflatten(-1, (8, 16)))
+    return SmallNumbers(places_OB8g.flatten(-2), _large_factors(codes_OBc), table_16=table_16)
+
+
 def signed_values(kind: Kind, codes_OBc: Tensor) -> tuple[Tensor, Tensor]:
     """Return the signed integers of blocks whose weights are `(unit * factor) * value`.
 
@@ -46,7 +74,7 @@ def signed_values(kind: Kind, codes_OBc: Tensor) -> tuple[Tensor, Tensor]:
     if kind is Kind.Q3_K:
         return _three_bits(codes_OBc)
     if kind is Kind.IQ4_XS:
-        return _large_table(codes_OBc)
+        return _iq4_values(codes_OBc[..., 6:].unflatten(-1, (8, 16))), _large_factors(codes_OBc)
     values_OB1g = _iq4_values(codes_OBc).unsqueeze(-2)
     return values_OB1g, torch.ones_like(values_OB1g[..., 0])
 
@@ -70,17 +98,22 @@ def _three_bits(codes_OBc: Tensor) -> tuple[Tensor, Tensor]:
     return values_OBw.unflatten(-1, (16, 16)), (low_OBs | high_OBs << 4).to(torch.int8) - 32
 
 
-def _large_table(codes_OBc: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack IQ4_XS: 2 bytes of upper bits and 4 of lower bits of 8 factors, and 128 of halves, places in a table."""
+def _large_factors(codes_OBc: Tensor) -> Tensor:
+    """Unpack the 8 factors of IQ4_XS: 2 bytes of upper bits and 4 of lower bits; 128 bytes of places follow."""
     low_OB8 = torch.stack((codes_OBc[..., 2:6] & 15, codes_OBc[..., 2:6] >> 4), -1).flatten(-2)
     high_OB8 = _shifted(codes_OBc[..., :2].unsqueeze(-1), 2, dim=-1).flatten(-2)
-    return _iq4_values(codes_OBc[..., 6:].unflatten(-1, (8, 16))), (low_OB8 | high_OB8 << 4).to(torch.int8) - 32
+    return (low_OB8 | high_OB8 << 4).to(torch.int8) - 32
+
+
+def _places(codes: Tensor) -> Tensor:
+    """Return the places in the table that bytes [..., n] hold, of the low halves first: uint8 [..., 2 n]."""
+    return torch.cat((codes & 15, codes >> 4), -1)
 
 
 def _iq4_values(codes: Tensor) -> Tensor:
-    """Return the values at the places that bytes [..., n] hold, of the low halves first: int8 [..., 2 n]."""
+    """Return the values at the places that bytes [..., n] hold: int8 [..., 2 n]."""
     table = torch.tensor(_IQ4_VALUES, dtype=torch.int8, device=codes.device)
-    return table[torch.cat((codes & 15, codes >> 4), -1).int()]
+    return table[_places(codes).int()]
 
 
 def _shifted(codes: Tensor, bits: int, dim: int = -2) -> Tensor:

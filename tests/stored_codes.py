@@ -8,7 +8,6 @@ from torch import Tensor
 
 from headrace.ops.formats import Format, PartSpec, Stored
 from headrace.ops.gguf_formats import BLOCK_KINDS, GgufBlocks
-from headrace.ops.gguf_small import SMALL_KINDS
 from headrace.ops.quantised import Float4Groups, Fp8, IntGroups, Table4
 
 __all__ = ["FORMATS", "OTHERS", "RING", "label", "random_weight", "whole"]
@@ -27,7 +26,7 @@ RING: tuple[Format, ...] = (
 )
 """Formats that Hopper's kernels of csrc/ multiply by."""
 OTHERS: tuple[Format, ...] = (
-    *(GgufBlocks(kind) for kind in BLOCK_KINDS if kind not in (Kind.Q8_0, Kind.Q4_0, *SMALL_KINDS)),
+    *(GgufBlocks(kind) for kind in BLOCK_KINDS if kind not in (Kind.Q8_0, Kind.Q4_0)),
     Float4Groups("e8m0"),
     Float4Groups("e4m3"),
     Float4Groups("e4m3", divides=True),
@@ -54,7 +53,7 @@ def label(format: Format) -> str:
 
 def whole(format: Format, size_in: int) -> int:
     """Inputs of a weight with about `size_in` that are whole blocks of the format."""
-    is_large = isinstance(format, GgufBlocks) and format.name.endswith("_k")
+    is_large = isinstance(format, GgufBlocks) and format.name.endswith(("_k", "_xs"))
     return -(-size_in // 256) * 256 if is_large else size_in
 
 

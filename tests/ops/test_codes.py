@@ -16,6 +16,9 @@ from headrace.ops.formats import Dense, Format, Stored
 from headrace.ops.gguf_formats import GgufBlocks
 from headrace.ops.quantised import Float4Groups, Fp8, IntGroups, Table4
 
+MORE = {"q4_k": 0.0278, "q5_k": 0.0227, "q3_k": 0.327, "q2_k": 0.952, "iq4_xs": 0.0184}
+"""By how much weights are larger in codes than in blocks of these kinds."""
+
 
 @pytest.mark.parametrize("format", FORMATS, ids=label)
 @pytest.mark.parametrize(("size_out", "size_in"), [(320, 192), (8, 64), (200, 896), (72, 320)])
@@ -45,9 +48,11 @@ def test_stacked_weights_of_one_format_are_one(format: Format) -> None:
 
 @pytest.mark.parametrize("format", FORMATS, ids=label)
 def test_bytes_are_those_of_the_file(format: Format) -> None:
-    """Within 3 % for a matrix of a model's size, the padding of constants included."""
+    """But for padding of constants, and for what takes more bits: docs/models.md has these numbers."""
     weight = random_weight(format, 4096, 4096)
-    assert in_codes(weight, torch.bfloat16).nbytes <= 1.03 * weight.nbytes
+    more = in_codes(weight, torch.bfloat16).nbytes / weight.nbytes - 1
+    known = MORE.get(format.name)
+    assert -1e-6 <= more <= 0.005 if known is None else more == pytest.approx(known, abs=1e-3)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=label)
@@ -77,7 +82,6 @@ def test_exponents_of_all_sizes_are_kept() -> None:
         (Fp8((100, 128)), (64, 256), "multiples of 8 outputs"),
         (Fp8(), (64, 100), "64 inputs"),
         (Dense(torch.bfloat16), (64, 256), "quantised weights, not bfloat16"),
-        (GgufBlocks(Block.Q3_K), (64, 256), "takes no blocks of q3_k"),
     ],
 )
 def test_what_cannot_be_held_is_said_in_words(format: Format, shape: tuple[int, int], reason: str) -> None:

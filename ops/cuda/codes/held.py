@@ -40,6 +40,10 @@ _BLOCKS: Final = {
     Block.Q4_K: Kind(INT4, 32, minima=True, scales="factors"),
     Block.Q5_K: Kind(INT5, 32, minima=True, scales="factors"),
     Block.Q6_K: Kind(INT6, 16, scales="factors"),
+    Block.Q3_K: Kind(INT4, 16, scales="factors"),
+    Block.Q2_K: Kind(INT4, 16, minima=True, scales="factors"),
+    Block.IQ4_NL: Kind(TABLE, 32),
+    Block.IQ4_XS: Kind(TABLE, 32, scales="factors"),
 }
 
 
@@ -55,7 +59,7 @@ def kind_of(format: Format, shape: tuple[int, ...]) -> Kind | str:
     if isinstance(format, IntGroups):
         return _kind_of_integers(format, ins)
     if isinstance(format, GgufBlocks):
-        return _BLOCKS.get(format.kind) or f"takes no blocks of {format.name}"
+        return _BLOCKS[format.kind]
     if isinstance(format, Float4Groups):
         factored: ScaleName = "e4m3 over" if format.divides else "e4m3 times"
         return Kind(E2M1, format.group, scales="e8m0" if format.scale == "e8m0" else factored)

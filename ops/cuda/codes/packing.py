@@ -97,8 +97,8 @@ def _taken_apart(weight: Stored, kind: Kind) -> tuple[Tensor, _Constants]:
     """Return the codes of a weight, one in a byte and of integers those above zero, and what it has besides."""
     format, parts, ins = weight.format, weight.parts, weight.shape[-1]
     if isinstance(format, GgufBlocks):
-        codes_OI, scales_OG, minima_OG, factors_OS = format.taken_apart(parts, weight.shape)
-        return codes_OI, _Constants(scales_OG, minima_OG, factors_OS)
+        codes_OI, scales_OG, minima_OG, factors_OS, table_16 = format.taken_apart(parts, weight.shape)
+        return codes_OI, _Constants(scales_OG, minima_OG, factors_OS, table_16)
     values, scales = parts["values"], parts["scale"]
     codes_OI = values.view(torch.uint8) if kind.bits == 8 else unpack_nibbles(values, ins)
     if isinstance(format, Fp8) and format.block is not None:
