@@ -112,6 +112,18 @@ CONFIGS: list[tuple[str, Callable[[dict[str, Any]], object], str, str]] = [
     ("modelopt nvfp4", lambda c: c.update(quant_algo="MIXED_PRECISION"), Q + "weight", LEFT),
     ("auto-round", lambda c: c.update(block_name_to_quantize="model.blocks"), Q + "qweight", LEFT),
     ("compressed int8", lambda c: c["config_groups"]["group_0"].update(targets=["Conv2d"]), "targets", "none of these"),
+    # Entries that say how modules are stored, and name none.
+    ("gptq", lambda c: c.update(dynamic={"+:.*o_prj": {"bits": 8}}), "dynamic", "'+:.*o_prj' names none"),
+    ("gptq", lambda c: c.update(dynamic={r"model\.layers\.1\.mpl": {}}), "dynamic", "names none"),
+    ("auto-round", lambda c: c.update(extra_config={"layers.0.o_proj": {"bits": 8}}), "extra_config", "names none"),
+    ("auto-round", lambda c: c.update(extra_config={".*o_prj": {"bits": 8}}), "extra_config", "'.*o_prj' names none"),
+    (
+        CT4,
+        lambda c: c["config_groups"]["group_0"]["targets"].append("re:.*o_prj"),
+        "targets",
+        "'re:.*o_prj' names none",
+    ),
+    (CT4, lambda c: c["config_groups"]["group_0"]["targets"].append("o_proj"), "targets", "'o_proj' names none"),
     # Half of a product that is computed at once.
     (CT4, lambda c: c["ignore"].append(Q.rstrip(".")), Q + "weight_packed", LEFT),
     (
@@ -128,6 +140,30 @@ CONFIGS: list[tuple[str, Callable[[dict[str, Any]], object], str, str]] = [
     ("mxfp4", lambda c: c["modules_to_not_convert"].append("q_proj"), Q + "weight_blocks", LEFT),
     ("bitsandbytes nf4", lambda c: c["llm_int8_skip_modules"].append("q_proj"), Q + "weight", LEFT),
 ]
+
+
+UNREAD = ("visual.blocks.0.attn", "mtp.layers.0", "model.layers.2.mlp", r"model.layers.61.eh_proj", "lm_head.none")
+
+
+@pytest.mark.parametrize("name", UNREAD)
+@pytest.mark.parametrize("case", ["gptq", "auto-round", CT4])
+def test_entries_may_name_what_is_never_read_and_what_is_left_as_it_is(case: str, name: str, tmp_path: Path) -> None:
+    """The last name could only be one of the text model's, so that it has to stand among what is left as it is."""
+    field = {"gptq": "dynamic", "auto-round": "extra_config", CT4: "config_groups"}[case]
+    is_free = name == UNREAD[-1]
+
+    def change(config: dict[str, Any]) -> None:
+        if case == CT4:
+            (config["ignore"] if is_free else config["config_groups"]["group_0"]["targets"]).append(name)
+        elif case == "gptq":
+            config[field] = {("-:" if is_free else "+:") + name: {"bits": 8}}
+        else:
+            config[field] = {name: {"bits": 16 if is_free else 8}}
+
+    write_checkpoint(tmp_path, CASES[case])
+    change_config(tmp_path, change)
+    spec = from_hf(read_hf_config(tmp_path))
+    load_weights(tmp_path, spec, dtype=torch.bfloat16, device="cpu", keep_packed=True)
 
 
 @pytest.mark.parametrize(("case", "change", "field", "limit"), CONFIGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal
 
 from headrace.adapters.untrusted import Fields
@@ -13,6 +14,7 @@ from headrace.engine.model.checkpoint.quantised.gptq import BITS, GptqLayout
 from headrace.engine.model.checkpoint.quantised.rules import (
     Layout,
     Rules,
+    check_names,
     group_size,
     matched,
     names_module,
@@ -46,6 +48,9 @@ def parse(fields: Fields, modules: frozenset[str]) -> Rules:
     }
     keys = {f".*(?:{key})": key for key in named if _EXPRESSION & set(key)}
     found = matched(keys, modules, fields, "extra_config")
+    expressions = {key: expression for expression, key in keys.items()}
+    positive = {key: expressions.get(key, f"{re.escape(key)}$") for key, layout in named.items() if layout is not None}
+    check_names(positive, modules, fields, "extra_config", rules="keys")
     blocks = _blocks(fields)
     ignored = texts_in(fields, "modules_to_not_convert")
 

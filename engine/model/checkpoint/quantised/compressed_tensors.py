@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from headrace.adapters.untrusted import Fields
@@ -11,6 +12,7 @@ from headrace.engine.model.checkpoint.quantised.fp8 import Fp8Layout, block_size
 from headrace.engine.model.checkpoint.quantised.rules import (
     Layout,
     Rules,
+    check_names,
     fields_in,
     group_size,
     matched,
@@ -49,6 +51,14 @@ class _Names(NamedTuple):
         expressions = [text.removeprefix(_EXPRESSION) for text in texts if text.startswith(_EXPRESSION)]
         return _Names(frozenset(texts), frozenset().union(*matched(expressions, modules, fields, field).values()))
 
+    def expressions(self) -> dict[str, str]:
+        """Return the regular expression of each text that is no class, which alone begins with a capital."""
+        return {
+            text: text.removeprefix(_EXPRESSION) if text.startswith(_EXPRESSION) else f"{re.escape(text)}$"
+            for text in sorted(self.texts)
+            if not text[:1].isupper()
+        }
+
     def rank(self, module: str) -> int:
         """Return how closely a module is named: 3 in full, 2 by expression, 1 by class, 0 not at all."""
         if module in self.texts:
@@ -83,6 +93,8 @@ def parse(fields: Fields, modules: frozenset[str]) -> Rules:
     for group in groups:
         if group.layout is not None and not any(map(group.targets.rank, modules)):
             group.fields.refuse("targets", "names of modules that the checkpoint has; it has none of these")
+        if group.layout is not None:
+            check_names(group.targets.expressions(), modules, group.fields, "targets", rules="names, expressions")
 
     def rules(module: str) -> Layout | None:
         best = max(groups, key=lambda group: group.targets.rank(module), default=None)

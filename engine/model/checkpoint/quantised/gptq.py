@@ -18,6 +18,7 @@ from headrace.engine.model.checkpoint.quantised.parts import FLOATS, check_scale
 from headrace.engine.model.checkpoint.quantised.rules import (
     Layout,
     Rules,
+    check_names,
     group_size,
     matched,
     objects_in,
@@ -25,11 +26,12 @@ from headrace.engine.model.checkpoint.quantised.rules import (
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.ops.quantised import IntGroups
 
-__all__ = ["BITS", "GptqLayout", "parse"]
+__all__ = ["BITS", "FORMATS", "GptqLayout", "parse"]
 
 BITS = (4, 8)
 """Bits that are read."""
-_FORMATS = ("gptq", "gptq_v2")
+FORMATS = ("gptq", "gptq_v2")
+"""Names of the formats that are read."""
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -118,13 +120,15 @@ def parse(fields: Fields, modules: frozenset[str]) -> Rules:
     """Return the rules of `quant_method` gptq."""
     name = "checkpoint_format" if fields.data.get("checkpoint_format") is not None else "format"
     stored = fields.data.get(name, "gptq")
-    if stored not in _FORMATS:
-        fields.refuse(name, ", ".join(_FORMATS))
+    if stored not in FORMATS:
+        fields.refuse(name, ", ".join(FORMATS))
     if fields.data.get("pack_dtype", "int32") not in ("int32", None):
         fields.refuse("pack_dtype", "int32")
     standard = _layout(fields, stored == "gptq_v2")
     rules_of = dict(objects_in(fields, "dynamic"))
     found = matched((_expression(pattern) for pattern in rules_of), modules, fields, "dynamic")
+    positive = {pattern: _expression(pattern) for pattern in rules_of if not pattern.startswith("-:")}
+    check_names(positive, modules, fields, "dynamic", rules="rules")
     dynamic = [
         (
             found[_expression(pattern)],

@@ -5,8 +5,9 @@ A config may come from a stranger. Its regular expressions are matched in linear
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
@@ -17,6 +18,7 @@ from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 __all__ = [
     "Layout",
     "Rules",
+    "check_names",
     "fields_in",
     "group_size",
     "matched",
@@ -29,6 +31,11 @@ _MOST_TEXTS = 1 << 14
 _MOST_EXPRESSIONS = 1 << 10
 _LONGEST = 1 << 12
 _MOST_IN_GROUP = 1 << 20
+_UNREAD: Final = ("visual", "vision", "image", "audio", "speech", "projector", "merger", "mtp", "nextn")
+"""What names of parts hold that are never read: those for images and sounds, and layers that predict further tokens."""
+_LAYER: Final = re.compile(r"layers\W{0,4}(\d{1,6})")
+_FUSED: Final = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+"""Names that other engines have for the products of several modules, by that of one of them."""
 
 
 class Layout(Protocol):
@@ -70,6 +77,33 @@ def matched(
             fields.refuse(field, f"regular expressions without look-around and references, not {pattern[:100]!r}")
         found[pattern] = frozenset(filter(matcher.isinstance_python, modules))
     return found
+
+
+def check_names(entries: Mapping[str, str], modules: frozenset[str], fields: Fields, field: str, *, rules: str) -> None:
+    """Refuse an entry that says how modules are stored and names none of them.
+
+    An entry that may name what is never read is let pass: parts for images or sounds, and layers behind the last. So is
+    one that names the products of several modules, as other engines call them.
+
+    Args:
+        entries: By each entry, as the config has it, the regular expression that it is.
+        modules: The modules that the checkpoint has.
+        fields: The config.
+        field: The field that holds the entries.
+        rules: What the entries are, for the message.
+
+    Raises:
+        ModelRejected: An entry names nothing.
+    """
+    parts = (module.rpartition(".") for module in modules)
+    joined = {f"{above}.{_FUSED[name]}" for above, _, name in parts if name in _FUSED}
+    found = matched(entries.values(), modules | joined, fields, field)
+    last = max((int(number) for module in modules for number in _LAYER.findall(module)), default=-1)
+    for entry, expression in entries.items():
+        is_unread = any(word in entry.lower() for word in _UNREAD)
+        is_unread |= any(int(number) > last for number in _LAYER.findall(entry))
+        if not found[expression] and not is_unread:
+            fields.refuse(field, f"{rules} that name modules of the checkpoint; {entry[:100]!r} names none")
 
 
 def names_module(entry: str, module: str) -> bool:
