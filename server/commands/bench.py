@@ -26,11 +26,13 @@ from headrace.server.commands.bench_options import (
     ThreadsOption,
     target_of,
 )
+from headrace.server.commands.bench_perplexity import bench_perplexity
 from headrace.server.commands.bench_speculation import bench_speculation
 
 __all__ = ["bench"]
 
 bench = typer.Typer(help="Measure headrace on this machine.", no_args_is_help=True, rich_markup_mode=None)
+bench.command("perplexity", short_help="How well a model predicts a fixed text, quantised and not.")(bench_perplexity)
 
 
 @bench.command("latency", short_help="Time of decode steps and prompts, beside the least that this machine allows.")

@@ -13,7 +13,7 @@ import tiny_models
 from typer.testing import CliRunner
 
 from headrace.engine import InvalidParams
-from headrace.engine.bench.engine import flood, latency, lora, options, repeat, startup, stream, throughput
+from headrace.engine.bench.engine import flood, latency, lora, options, perplexity, repeat, startup, stream, throughput
 from headrace.engine.bench.engine.latency import parse_params, parse_prefill
 from headrace.engine.bench.opening import BenchmarkFailed, Target, synthetic_table
 from headrace.engine.tokens.text import Detokenizer
@@ -225,3 +225,26 @@ def test_flood(target: Target, out: Path, capsys: pytest.CaptureFixture[str], mo
         assert 0 < each["ttft_p50"] <= each["ttft_p99"] and 0.25 <= each["jain"] <= 1
     told = capsys.readouterr()
     assert len(told.err.splitlines()) == 4 and "one at 10 times" in told.out
+
+
+def test_perplexity(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the model is the one of transformers; quantised weights give another."""
+    import torch
+    import transformers
+
+    folder = tiny_models.whole_folder(tmp_path / "tiny")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(33 + 7 * at % 94) for at in range(90)))
+    target = Target(model=str(folder), device="cpu", kv_memory="2MiB", more={"dtype": "float32", "quantize": "int8"})
+    perplexity.run(target, text=text, tokens=80, row_tokens=40, json_path=str(out))
+    found = read(out)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = torch.tensor([ord(char) - 33 for char in text.read_text()[:80]]).view(2, 40)
+    with torch.inference_mode():
+        wanted = model(rows, labels=rows).loss.exp().item()
+    assert found["perplexity"]["as it is"] == pytest.approx(wanted, rel=1e-3) and found["predicted"] == 78
+    assert 1e-6 < abs(found["perplexity"]["quantize=int8"] / wanted - 1) < 0.5
+    assert "quantize=int8" in capsys.readouterr().out
+    with pytest.raises(BenchmarkFailed, match="the text has 90 tokens of the 91 asked for"):
+        perplexity.run(target, text=text, tokens=91, row_tokens=40, json_path=None)
+    assert len(perplexity.fixed_text(None)) > 100_000
