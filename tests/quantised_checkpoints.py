@@ -238,6 +238,16 @@ CASES: Mapping[str, Case] = {
         fp8("weight_scale", "row", torch.bfloat16, extra="input_scale"),
         "fp8",
     ),
+    "auto-round fp8 blocks": _case(
+        _auto_round("auto_round:fp8_static", bits=8, group_size=[128, 128], data_type="fp8"),
+        fp8("weight_scale", "block"),
+        "fp8-128x128",
+    ),
+    "auto-round nvfp4": _case(
+        _auto_round("auto_round:llm_compressor", group_size=16, data_type="nv_fp"),
+        nvfp4("weight_packed", "weight_global_scale", divides=True),
+        "nvfp4",
+    ),
     "auto-round mxfp4": _case(
         _auto_round("auto_round:llm_compressor", group_size=32, data_type="mx_fp"),
         mxfp4("weight_packed", "weight_scale"),

@@ -19,9 +19,10 @@ from gguf import GGMLQuantizationType as Kind
 from headrace.engine.errors import ModelRejected
 from headrace.ops.gguf_formats import BLOCK_KINDS
 
-__all__ = ["GgufTensor", "read_gguf_header"]
+__all__ = ["KINDS", "GgufTensor", "read_gguf_header"]
 
-_KINDS = (Kind.F32, Kind.F16, Kind.BF16, *BLOCK_KINDS, Kind.MXFP4)
+KINDS = (Kind.F32, Kind.F16, Kind.BF16, *BLOCK_KINDS, Kind.MXFP4)
+"""Kinds of tensors that are read."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LENGTH = struct.Struct("<Q")
@@ -148,9 +149,9 @@ def _tensor(header: _Header, name: str) -> GgufTensor:
         header.refuse(f"the shape of {name}", sizes, f"1 to {_MAX_DIMS} sizes of at least 1")
     number: int = header.scalar("I", f"the type of {name}")
     kind = next((known for known in Kind if known == number), None)
-    if kind not in _KINDS:
+    if kind not in KINDS:
         shown = kind.name if kind is not None else number
-        header.refuse(f"the type of {name}", shown, ", ".join(known.name for known in _KINDS))
+        header.refuse(f"the type of {name}", shown, ", ".join(known.name for known in KINDS))
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if sizes[0] % block:
         header.refuse(f"the inner size of {name}", sizes[0], f"a multiple of {block} for {kind.name}")

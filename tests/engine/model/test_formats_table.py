@@ -11,7 +11,15 @@ import fallback_models
 import pytest
 from quantised_checkpoints import CASES
 
-from headrace.engine.model.checkpoint.quantised import auto_round, compressed_tensors, modelopt
+from headrace.engine.model.checkpoint.gguf_header import KINDS
+from headrace.engine.model.checkpoint.quantised import (
+    auto_round,
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    gptq,
+    modelopt,
+)
 from headrace.engine.model.checkpoint.quantised.reader import METHODS
 from headrace.engine.model.families.registry import FAMILIES
 from headrace.engine.model.families.text_parts import MULTIMODAL
@@ -85,24 +93,39 @@ def test_the_table_has_the_methods_that_are_read() -> None:
     assert rows().keys() == METHODS.keys()
 
 
+def named_in(text: str) -> list[str]:
+    """What stands between backticks."""
+    return re.findall("`([^`]+)`", text)
+
+
 def test_the_table_names_what_each_method_reads() -> None:
-    table = rows()
-    assert all(f"`{name}`" in table["compressed-tensors"][0] for name in compressed_tensors.FORMATS)
-    assert all(f"`{name}`" in table["modelopt"][0] for name in modelopt.ALGORITHMS)
-    named = table["auto-round"][0].partition("of ")[2].partition(", with")[0].replace(" and", ",").split(", ")
-    assert named and all(name.strip("`") in auto_round.PACKINGS for name in named)
+    read = {method: cell for method, (cell, _) in rows().items()}
+    assert named_in(read["compressed-tensors"]) == list(compressed_tensors.FORMATS)
+    assert named_in(read["modelopt"]) == list(modelopt.ALGORITHMS)
+    packings = read["auto-round"].partition(" of ")[2].partition(", with")[0]
+    assert sorted(named_in(packings)) == sorted(auto_round.PACKINGS)
+    assert named_in(read["gptq"].partition(" with ")[0]) == list(gptq.FORMATS)
+    assert named_in(read["awq"]) == [awq.VERSION] and f" {awq.BITS} bits" in read["awq"]
+    assert named_in(read["bitsandbytes"]) == list(bitsandbytes.TYPES)
+    four_and_eight = f"{' and '.join(map(str, gptq.BITS))} bits"
+    assert four_and_eight in read["gptq"] and four_and_eight in read["auto-round"]
 
 
 def test_the_table_says_as_what_each_checkpoint_is_kept() -> None:
-    table = rows()
-    kept: dict[str, set[str]] = {}
+    kept: dict[str, set[str]] = {"fbgemm_fp8": {"fp8"}}  # whose checkpoints are those of fp8 under another name
     for case in CASES.values():
         method = case.config.get("quant_method", "modelopt")
         names = {name if name.startswith("fp8") else name.split("-")[0] for name in case.formats - {PLAIN}}
         kept[method] = kept.get(method, set()) | names
-    for method, names in kept.items():
-        assert names <= table[method][1], method
-    assert kept.keys() == METHODS.keys() - {"fbgemm_fp8"}
+    assert kept == {method: formats for method, (_, formats) in rows().items()}
+
+
+def test_the_guide_and_the_readme_name_the_kinds_of_gguf() -> None:
+    guide = (ROOT / "docs/models.md").read_text().partition("tensors of these kinds are read: ")[2]
+    readme = (ROOT / "README.md").read_text().partition("experts (")[2].partition(")")[0]
+    both = guide.partition(", in any")[0].replace(" and", ","), readme.replace("to Q6_K", ", Q3_K, Q4_K, Q5_K, Q6_K")
+    for text in both:
+        assert sorted(text.replace(",", " ").split()) == sorted(kind.name for kind in KINDS)
 
 
 def test_the_readme_names_the_tools() -> None:

@@ -17,8 +17,12 @@ from headrace.engine.model.checkpoint.quantised.rules import Rules, group_size, 
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.ops.quantised import IntGroups
 
-__all__ = ["AwqLayout", "parse"]
+__all__ = ["BITS", "VERSION", "AwqLayout", "parse"]
 
+BITS = 4
+"""Bits that are read."""
+VERSION = "gemm"
+"""Name of the version that is read."""
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Place in a word of each of its eight columns."""
 _PARTS = ("qweight", "qzeros", "scales")
@@ -82,12 +86,12 @@ def _values(words: Tensor) -> Tensor:
 
 def parse(fields: Fields, _modules: frozenset[str]) -> Rules:
     """Return the rules of `quant_method` awq."""
-    if fields.data.get("bits", fields.data.get("w_bit", 4)) != 4:
-        fields.refuse("bits" if "bits" in fields.data else "w_bit", "4")
+    if fields.data.get("bits", fields.data.get("w_bit", BITS)) != BITS:
+        fields.refuse("bits" if "bits" in fields.data else "w_bit", str(BITS))
     for field in ("version", "checkpoint_format", "format"):
         version = fields.data.get(field)
-        if version is not None and str(version).lower() != "gemm":
-            fields.refuse(field, "gemm")
+        if version is not None and str(version).lower() != VERSION:
+            fields.refuse(field, VERSION)
     name = "group_size" if "group_size" in fields.data else "q_group_size"
     layout = AwqLayout(group_size(fields, name, 128))
     ignored = texts_in(fields, "modules_to_not_convert")

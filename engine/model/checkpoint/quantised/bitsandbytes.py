@@ -27,9 +27,10 @@ from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.ops.formats import Dense, Stored
 from headrace.ops.quantised import IntGroups, Table4
 
-__all__ = ["parse"]
+__all__ = ["TYPES", "parse"]
 _STATE = "weight.quant_state.bitsandbytes__"
-_TYPES = ("nf4", "fp4")
+TYPES = ("nf4", "fp4")
+"""Names of the types of 4 bits that are read."""
 _SIDES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _STATE_BYTES = 1 << 16
 _MOST_SIZE = 1 << 31
@@ -48,7 +49,7 @@ class BitsAndBytes:
         weight = f"{module}.weight"
         if weight not in files.shapes:
             return None
-        states = present(files, module, (f"{_STATE}{kind}" for kind in _TYPES))
+        states = present(files, module, (f"{_STATE}{kind}" for kind in TYPES))
         if states:
             return _FourBits(files, module, states[0]).found()
         sides = present(files, module, ("weight.absmax", "weight.quant_map"))
