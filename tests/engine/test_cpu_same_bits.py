@@ -8,6 +8,9 @@ from typing import Any
 
 import anyio
 import pytest
+from gpu.quantised import write_mixture
+from quantised_checkpoints import CASES, write_checkpoint
+from quantised_checkpoints import CONFIG as CHECKPOINT
 
 from headrace.engine import Engine, SamplingParams
 from headrace.ops.cpu.native.library import library
@@ -80,6 +83,33 @@ def test_so_have_models_quantised_while_they_are_loaded_and_dense_ones(options: 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     prompts = [[id % 500 for id in prompt] for prompt in PROMPTS]
     check_company(tmp_path, prompts, load_format="random", device="cpu", **options)
+
+
+def check_crowd(model: Path, vocabulary: int) -> None:
+    """Assert that an answer is the same alone, among 64 rows, and in another engine."""
+    prompts = [[(5 * row + 11 * at) % (vocabulary - 8) + 8 for at in range(3 + row % 20)] for row in range(64)]
+
+    async def run() -> None:
+        found = []
+        for _ in range(2):
+            async with Engine(model, device="cpu", cpu_threads=1, kv_memory="16MiB", max_rows=64) as engine:
+                alone = await answer(engine, prompts[21])
+                crowd = await answers(engine, prompts)
+                assert crowd[21] == alone
+                found.append(crowd)
+        assert found[0] == found[1]
+
+    anyio.run(run)
+
+
+def test_so_have_quantised_checkpoints_among_64_rows(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES["compressed int4 groups with zeros"])
+    check_crowd(tmp_path, CHECKPOINT["vocab_size"])
+
+
+def test_so_have_gguf_files_among_64_rows(tmp_path: Path) -> None:
+    write_mixture(tmp_path / "model.gguf", tied=False)
+    check_crowd(tmp_path / "model.gguf", 512)
 
 
 GPT2 = {

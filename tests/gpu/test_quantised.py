@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from gpu.composed import check_composition
 from gpu.conftest import Zoo
 from gpu.quantised import check_checkpoint, check_gguf, check_mxfp4, check_quantise
 
 from headrace.ops.quantise import Method
 
-CHECKPOINTS = ("fp8 blocks", "compressed int4 in an order", "gptq with rules", "awq", "auto-round mixture")
+CHECKPOINTS = (
+    "fp8 blocks", "compressed int4 in an order", "gptq with rules", "awq", "auto-round mixture", "compressed nvfp4",
+    "bitsandbytes nf4", "compressed mxfp4", "compressed int8 with zeros",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
@@ -28,6 +32,14 @@ def test_a_head_is_quantised_where_it_is_asked_for(
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_quantised_checkpoint_is_its_plain_model(device: str, name: str, tmp_path: Path) -> None:
     check_checkpoint(name, device, device, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["fp8", "int4"])
+def test_a_quantised_model_composes_with_all_that_a_plain_one_does(
+    zoo: Zoo, device: str, method: Method, tmp_path: Path
+) -> None:
+    check_composition(zoo, device, device, method, tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

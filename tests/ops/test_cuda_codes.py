@@ -17,6 +17,7 @@ pytest.importorskip("flashinfer")
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.codes.layout import Codes, codes_of
 from headrace.ops.cuda.codes.packing import in_codes
+from headrace.ops.cuda.codes.rows import CodeRows
 from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.products import running
 from headrace.ops.cuda.products.coded import UnpackedProducts, coded
@@ -24,7 +25,7 @@ from headrace.ops.cuda.products.coded_tiles import coded_tiles_linear
 from headrace.ops.cuda.products.coded_vector import MAX_ROWS, coded_vector_linear
 from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.linear import LinearScratch
-from headrace.ops.cuda.products.registry import ProductRoom, WeightShape
+from headrace.ops.cuda.products.registry import ProductRoom, WeightShape, resolve
 from headrace.ops.cuda.products.scaled import to_codes
 from headrace.ops.cuda.products.unpacked import unpack
 from headrace.ops.formats import Format
@@ -100,6 +101,39 @@ def test_products_by_tiles(format: Format, size_out: int, size_in: int, gated: b
         logits = torch.empty(out.shape, dtype=torch.float32, device=GPU)
         coded_tiles_linear(x, codes, logits, SCRATCH, gated=gated, pdl=PDL)
         assert error(logits, truth) < 1e-4
+
+
+@names
+@pytest.mark.parametrize("rows", [65, 256])
+def test_products_of_many_rows(format: Format, rows: int) -> None:
+    """By the kernels that an engine takes: unpacked or not, and of 8-bit floats by those of rounded activations."""
+    codes, dense = held(format, 320, 896)
+    room = ProductRoom(LinearScratch(GPU, Arch.of(GPU)), EPS, PDL, Chain())
+    shape = WeightShape(320, codes.shape[1], 128, kind=codes.kind)
+    chosen = resolve(coded(codes.kind), Arch.of(GPU), shape).kernels
+    x = random(rows, codes.shape[1])
+    for fusion, dtype in (("plain", torch.bfloat16), ("logits", torch.float32)):
+        kernel = chosen[fusion].at(rows)
+        assert kernel is not None
+        out, again = (torch.full((rows, 320), torch.nan, dtype=dtype, device=GPU) for _ in range(2))
+        run = kernel.open(room)
+        run.run(x, codes, out)
+        run.run(x, codes, again)
+        assert torch.equal(out, again)
+        is_rounded, is_unpacked = kernel.name.startswith("scaled"), kernel.name.startswith("unpacked")
+        truth = x.double() @ (dense.bfloat16().double() if is_unpacked else dense).T
+        assert error(out, truth) < (5e-2 if is_rounded else 8e-3), kernel.name
+        assert is_rounded or dtype == torch.float32 or ulps(out, truth) <= 2, kernel.name
+
+
+@names
+def test_rows_of_a_table_are_those_of_a_dense_one(format: Format) -> None:
+    weight = random_weight(format, 320, whole(format, 896), "cuda")
+    table, dense = CodeRows(codes_of(in_codes(weight, torch.bfloat16)), torch.bfloat16), weight.dense(torch.bfloat16)
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.tensor([319, 0, 17, 17, 256], dtype=dtype, device=GPU)
+        assert torch.equal(table[ids], dense[ids])
+        assert torch.equal(table[ids[1:]], dense[ids[1:]])
 
 
 def test_inputs_are_gathered_in_the_order_of_the_columns() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from emulated_cuda import emulated
+from gpu.composed import check_composition
 from gpu.conftest import Zoo
 from gpu.quantised import check_checkpoint, check_gguf, check_quantise
 
@@ -43,7 +44,18 @@ def test_a_cpu_multiplies_by_a_quantised_head(family: str, zoo: Zoo, tmp_path: P
     check_quantise(zoo, "cpu", "cpu", "int8", tmp_path, family=family, head=True)
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "awq"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_model_composes_with_all_that_a_plain_one_does(zoo: Zoo, tmp_path: Path) -> None:
+    with emulated():
+        check_composition(zoo, "cuda", "cpu", "int4", tmp_path)
+
+
+EMULATED = (
+    "fp8 blocks", "awq", "compressed nvfp4", "bitsandbytes nf4", "compressed mxfp4", "compressed int8 with zeros"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EMULATED)
 def test_a_gpu_reads_quantised_checkpoints(name: str, tmp_path: Path) -> None:
     with emulated():
         check_checkpoint(name, "cuda", "cpu", tmp_path)

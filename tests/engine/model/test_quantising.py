@@ -17,8 +17,12 @@ from quantising import Told, contents, copied, dense_folder, sequences
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from headrace.engine import InvalidParams, ModelRejected
+from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
 from headrace.engine.model.families.hf import HF_NAMES
 from headrace.engine.model.families.registry import from_hf, read_hf_config
@@ -467,3 +471,35 @@ def test_a_model_without_whole_groups_is_refused(tmp_path: Path) -> None:
     folder = dense_folder(tmp_path / "model", **sizes)
     with pytest.raises(InvalidParams, match="fits no linear layer"):
         copied(folder, tmp_path / "out", "int4")
+
+
+class Peak(TorchDispatchMode):
+    """Notes the most bytes of tensors that live at a time, but for those that lie in files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._live: Any = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor):
+                self._live[each.untyped_storage()] = each.untyped_storage().nbytes()
+        self.most = max(self.most, sum(self._live.values()))
+        return out
+
+
+def test_a_model_is_never_in_memory_as_a_whole_while_it_is_quantised(tmp_path: Path) -> None:
+    """Beside what is kept, there is never more than a few times the largest matrix in float32."""
+    config = quantised_checkpoints.CONFIG | {"num_hidden_layers": 24, "hidden_size": 128, "intermediate_size": 128}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | {"num_attention_heads": 2}))
+    model.bfloat16().save_pretrained(tmp_path)
+    dense = sum(parameter.nbytes for parameter in model.parameters())
+    spec, peak = from_hf(read_hf_config(tmp_path)), Peak()
+    with peak:
+        weights = load_weights(tmp_path, spec, dtype=torch.bfloat16, device="cpu", keep_packed=True, quantize="int4")
+    kept = sum(part.nbytes for part in stored_parts(weights))
+    largest = 2 * 128 * 128 * torch.float32.itemsize
+    assert kept < 0.7 * dense and 16 * largest < dense - kept
+    assert kept < peak.most <= kept + 12 * largest, (peak.most - kept) / largest
