@@ -198,6 +198,7 @@ def _load(
         return weights
 
     weights = load(source)
+    torch.cuda.empty_cache()  # packing leaves free blocks of its own sizes, a gigabyte behind a large table
     ops = cuda_ops(
         spec, page_size=config.page_size, max_positions=gpu_limits(config, spec).context, dtype=dtype,
         kv_dtype=kv_dtype(config), kv_scales=weights.kv_scales, device=device, arch=arch, kernels=kernels,
