@@ -184,14 +184,13 @@ def _load(
     drafting: DraftOpening,
 ) -> _Loaded:
     """Load a model, and what drafts for it, into `memory`."""
-    dtype = DTYPE
     again = rereading(source)  # an open file is closed by then
 
     def load(source: Source) -> DecoderWeights:
         progress = LoggedProgress(weights_read)
         weights = load_weights(
-            source, spec, dtype=dtype, device=device, seed=config.seed, progress=progress, empty=memory.empty,
-            layout=lambda weight: in_codes(weight, dtype), quantize=config.quantize, quantize_head=config.quantize_head,
+            source, spec, dtype=DTYPE, device=device, seed=config.seed, progress=progress, empty=memory.empty,
+            layout=lambda weight: in_codes(weight, DTYPE), quantize=config.quantize, quantize_head=config.quantize_head,
             blank=blank,
         )  # fmt: skip
         drafting.load(device, memory.empty, blank=blank)
@@ -200,7 +199,7 @@ def _load(
     weights = load(source)
     torch.cuda.empty_cache()  # packing leaves free blocks of its own sizes, a gigabyte behind a large table
     ops = cuda_ops(
-        spec, page_size=config.page_size, max_positions=gpu_limits(config, spec).context, dtype=dtype,
+        spec, page_size=config.page_size, max_positions=gpu_limits(config, spec).context, dtype=DTYPE,
         kv_dtype=kv_dtype(config), kv_scales=weights.kv_scales, device=device, arch=arch, kernels=kernels,
         codes=kinds_of(weights),
     )  # fmt: skip
