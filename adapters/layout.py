@@ -61,8 +61,11 @@ class LayerSizes(NamedTuple):
     queries: int
     keys: int
     values: int
+    gates: int
     ffn: int
-    """Width of its feed."""
+    """Width of the feed that computes every token."""
+    is_shared: bool = False
+    """Whether this feed is the shared expert of a mixture, which has names of its own in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +78,14 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    """Width of every layer's feed; 0 for a model with experts, of whose feeds adapters update none."""
+    """Width of every layer's feed; 0 where no layer has a feed that computes every token, but experts alone."""
     vocab_size: int
     virtual_scale: float = 1.0
     """Factor of the embeddings of virtual tokens, for a model that will multiply them by a factor they do not have."""
     head_places: tuple[int, ...] | None = None
     """The place on a device of each element of a query or key head in a file; None where all stay in order."""
     gated: bool = True
-    """Whether feeds have gates; without them, the module `gate` has no outputs."""
+    """Whether feeds have gates, where all layers are alike; without them, the module `gate` has no outputs."""
     names: AdapterNames = AdapterNames()
     """Names of the modules in the files of adapters."""
     grouped: bool = False
@@ -91,24 +94,31 @@ class ModelShape:
     """Sizes of each layer's products, where layers differ; empty where all have the sizes above."""
     takes_virtual: bool = True
     """Whether prompts may have virtual tokens."""
+    left_out: str = ""
+    """Which products adapters do not update, in words; empty where they update all."""
 
     def size(self, module: str, layer: int = 0) -> tuple[int, int]:
         """Return (inputs, outputs) of a module of `MODULES` in a layer, of `embed` or of `head`."""
         hidden, kv = self.hidden_size, self.num_kv_heads * self.head_dim
-        alike = LayerSizes(self.num_heads * self.head_dim, kv, kv, self.ffn_size)
-        queries, keys, values, ffn = self.layers[layer] if self.layers else alike
+        gates = self.ffn_size if self.gated else 0
+        alike = LayerSizes(self.num_heads * self.head_dim, kv, kv, gates, self.ffn_size)
+        queries, keys, values, gates, ffn, _ = self.layers[layer] if self.layers else alike
         sizes = {
             "q": (hidden, queries),
             "k": (hidden, keys),
             "v": (hidden, values),
             "o": (queries, hidden),
-            "gate": (hidden, ffn if self.gated else 0),
+            "gate": (hidden, gates),
             "up": (hidden, ffn),
-            "down": (ffn, hidden),
+            "down": (ffn, hidden if ffn else 0),
             "embed": (self.vocab_size, hidden),
             "head": (hidden, self.vocab_size),
         }
         return sizes[module]
+
+    def is_shared(self, layer: int) -> bool:
+        """Return whether the feed of a layer that computes every token is a shared expert."""
+        return bool(self.layers) and self.layers[layer].is_shared
 
     def modules(self, site: str, layer: int = 0) -> tuple[str, ...]:
         """Return the modules of a site that a layer has."""

@@ -23,6 +23,8 @@ PROMPT_KEY = "prompt_embeddings"
 _JOINED = {site: modules for site, modules in SITES.items() if len(modules) > 1}
 """Modules that some models have as one, by its name."""
 _FEED = ("gate", "up", "down", "gate_up")
+_SHARED = "shared_"
+"""Beginning of the roles of a shared expert's modules."""
 _KINDS = {"F32": 0, "F16": 1, "BF16": 2}
 _ALIGNMENT = 16  # bytes, since a tensor may follow another of smaller numbers
 _Place = tuple[int, str]
@@ -195,12 +197,11 @@ def _pairs(entries: dict[str, TensorEntry], config: PeftConfig, shape: ModelShap
 
 def _supported(shape: ModelShape) -> str:
     """Return in words which modules adapters of the model may update."""
-    names = shape.names
-    updated = [name for name, module in names.modules if shape.ffn_size or module not in _FEED]
+    names, layers = shape.names, range(shape.num_layers)
+    updated = [name for name, role in names.modules if any(_module(role, layer, shape) for layer in layers)]
     modules = f"updates of {', '.join(updated)} in layers 0 to {shape.num_layers - 1}"
     tops = f"of {names.embedding.rpartition('.')[2]} and of {names.head}"
-    experts = "" if shape.ffn_size else ", since experts, routers and feeds beside them take no updates"
-    return f"{modules}, {tops}{experts}"
+    return f"{modules}, {tops}{shape.left_out and f', since {shape.left_out}'}"
 
 
 def _place(key: str, shape: ModelShape) -> tuple[_Place, str] | None:
@@ -208,12 +209,20 @@ def _place(key: str, shape: ModelShape) -> tuple[_Place, str] | None:
     found = shape.names.place(key)
     if found is None or found[0] >= shape.num_layers:
         return None
-    layer, module, half = found
-    if module in _FEED and not shape.ffn_size:
+    layer, role, half = found
+    module = role if layer < 0 else _module(role, layer, shape)
+    return None if module is None else ((layer, module), half)
+
+
+def _module(role: str, layer: int, shape: ModelShape) -> str | None:
+    """Return the module, or several as one, that a role is in a layer; None if the layer has no such product.
+
+    It may have a shared expert in place of a feed, or take its keys for values.
+    """
+    module = role.removeprefix(_SHARED)
+    if module in _FEED and shape.is_shared(layer) != (module != role):
         return None
-    if layer >= 0 and not any(shape.size(each, layer)[1] for each in _JOINED.get(module, (module,))):
-        return None  # such as values of a layer that takes its keys for them
-    return (layer, module), half
+    return module if any(shape.size(each, layer)[1] for each in _JOINED.get(module, (module,))) else None
 
 
 def _is_frozen_base(key: str, entry: TensorEntry, shape: ModelShape) -> bool:

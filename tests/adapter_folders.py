@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
 from tiny_models import CONFIG
 from torch import Tensor
 
-__all__ = ["BOTH", "SIZES", "lora_folder", "lora_tensors", "merged", "prompt_folder", "write_folder"]
+__all__ = ["BOTH", "SIZES", "lora_folder", "lora_tensors", "merged", "peft_model", "prompt_folder", "write_folder"]
 
 _HIDDEN, _HEAD, _FFN = CONFIG["hidden_size"], CONFIG["hidden_size"] // CONFIG["num_attention_heads"], 48
 _KV = CONFIG["num_key_value_heads"] * _HEAD
@@ -75,3 +76,18 @@ def merged(model: Any, tensors: dict[str, Tensor], scale: float = 1.0) -> Any:
                 b_OR = tensors[name.replace("lora_A", "lora_B")]
                 weights[name.removeprefix("base_model.model.").replace("lora_A.", "")] += scale * b_OR @ a_RI
     return other
+
+
+def peft_model(base: Any, **options: Any) -> Any:
+    """A model with a LoRA of random A and B on the modules that `options` name, as PEFT computes it.
+
+    For models with experts, PEFT would take the names of shared experts and dense feeds for those of experts.
+    """
+    import peft
+
+    with mock.patch("peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"):
+        model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, 0.0, 0.15)
+    return model.eval()

@@ -30,6 +30,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 8},
     "GptOss": {"num_local_experts": 8, "head_dim": 16, "sliding_window": 13},
     "GraniteMoe": {"num_local_experts": 8},
+    "GraniteMoeShared": {"num_local_experts": 8, "shared_intermediate_size": 40},
 }
 
 

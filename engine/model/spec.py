@@ -362,20 +362,6 @@ class DecoderSpec:
         return self.attention_kinds[0]
 
     @property
-    def uniform_feed(self) -> DenseFeed | PlainFeed:
-        """Feed of the first layer, which is that of every layer.
-
-        Raises:
-            ModelRejected: The layers' feeds differ, or are not dense.
-        """
-        first = self.layers[0].feed
-        for layer in self.layers:
-            if not isinstance(first, (DenseFeed, PlainFeed)) or layer.feed != first:
-                refuse(self.architecture, "the feed of a layer", layer.feed, "the same dense feed in all layers")
-        assert isinstance(first, (DenseFeed, PlainFeed))
-        return first
-
-    @property
     def uniform_epsilon(self) -> float:
         """Epsilon of all norms.
 

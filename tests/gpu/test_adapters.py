@@ -88,6 +88,43 @@ def test_each_alone(cuda: str, zoo: Zoo, tmp_path: Path) -> None:
         Judge(made[kind].merged, cuda).check(mine, kind)
 
 
+ATTENTION = r"self_attn\.(q|k|v|o)_proj"
+UPDATED: dict[str, str] = {
+    "qwen2 experts": rf"{ATTENTION}|shared_expert\.(gate|up|down)_proj",
+    "gemma4 experts": rf"{ATTENTION}|layers\.\d\.mlp\.(gate|up|down)_proj",
+}
+"""Models with experts and the ends of the names of their other modules."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", UPDATED)
+def test_every_module_but_experts(device: str, zoo: Zoo, family: str, tmp_path: Path) -> None:
+    check_modules(zoo.folder(family), device, device, tmp_path, family)
+
+
+def check_modules(base: Path, device: str, judging: str, root: Path, family: str) -> None:
+    """Rows that share an adapter, ever fewer of them, and at last one alone."""
+    made = make(base, root, family, {"r": 8, "target_modules": rf".*({UPDATED[family]})"})
+    outputs: list[Output] = []
+
+    async def ask(engine: Engine, length: int, tokens: int) -> None:
+        prompt = draw(length, length)
+        choice = (await engine.generate(prompt, greedy(tokens), adapter="one")).choices[0]
+        outputs.append(Output(prompt, choice.token_ids))
+
+    async def run() -> None:
+        async with open_engine(base, device, **OPTIONS | {"adapter_slots": 1}) as engine:
+            await engine.adapters.load("one", made.folder)
+            with anyio.fail_after(120):
+                async with anyio.create_task_group() as group:
+                    for length, tokens in ((45, 4), (3, 9), (70, 6)):
+                        group.start_soon(ask, engine, length, tokens)
+            await at_rest(engine)
+
+    anyio.run(run)
+    Judge(made.merged, judging, loose=8.0).check(outputs, family)
+
+
 async def _together(engine: Engine, worn: list[str | None]) -> list[Output]:
     """One greedy output for each, of prompts that no two share, all at once."""
     outputs: dict[int, Output] = {}

@@ -129,7 +129,7 @@ def test_an_answer_has_the_same_bits_in_every_company(name: str, tmp_path: Path)
 
 UPDATED = {
     "dense": ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens"],
-    "experts": ["q_proj", "k_proj", "o_proj"],
+    "experts": ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "small": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
 }
 
@@ -164,7 +164,7 @@ def test_adapters_update_layers_of_different_sizes(name: str, native: bool, tmp_
         ("dense", "layers.2.self_attn.v_proj"),  # its values are its keys
         ("small", "layers.5.self_attn.k_proj"),  # it reads those of an earlier layer
         ("small", "layers.1.per_layer_input_gate"),
-        ("experts", "layers.1.mlp.up_proj"),
+        ("experts", "layers.1.router.proj"),
     ],
 )
 def test_adapters_of_what_a_layer_does_not_have_are_refused(name: str, tensor: str, tmp_path: Path) -> None:

@@ -280,23 +280,30 @@ def _has_updates_inside(shape: ModelShape, ops: CudaOps) -> bool:
     """Return whether all products of a layer without biases can have an adapter's updates inside; compile these."""
     if ops.products.has_pieces:
         return False
-    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    hidden, ffn, head_dim = shape.hidden_size, shape.ffn_size, shape.head_dim
     builds: dict[str, Sequence[Callable[[], object]]] = {}
+    needed = {each for layer in range(shape.num_layers) for each in _products_of(shape, layer)}
     for kind in ops.products.kinds:
-        needed: tuple[tuple[WeightShape, tuple[Fusion, ...]], ...] = (
-            (WeightShape(heads + 2 * keys, hidden, head_dim, kind=kind), ("heads",)),
-            (WeightShape(hidden, heads, head_dim, kind=kind), ("plain", "residual")),
-            (WeightShape(2 * ffn, hidden, head_dim, kind=kind), ("gated", "factors gated")),
-            (WeightShape(hidden, ffn, head_dim, kind=kind), ("plain", "residual")),
-        )
-        for weight, fusions in needed:
-            chosen = ops.products.resolved(weight).kernels
-            for kernel in (chosen[fusion].at(rows) for fusion in fusions for rows in (2, MAX_ROWS)):
+        for size_out, size_in, fusion in needed:
+            chosen = ops.products.resolved(WeightShape(size_out, size_in, shape.head_dim, kind=kind)).kernels[fusion]
+            for kernel in (chosen.at(rows) for rows in (2, MAX_ROWS)):
                 if kernel is None or not kernel.has_updates:
                     return False
                 builds[kernel.name] = kernel.builds(updates=True)
     return compiles(itertools.chain(*builds.values()), "adapters are left to Triton, which is slower")
+
+
+def _products_of(shape: ModelShape, layer: int) -> list[tuple[int, int, Fusion]]:
+    """Return (outputs, inputs, fusion) of each product of a layer that may have updates."""
+    hidden, heads = shape.hidden_size, shape.size("o", layer)[0]
+    gate_up: tuple[Fusion, ...] = ("plain",) if shape.is_shared(layer) else ("gated", "factors gated")
+    down: tuple[Fusion, ...] = ("plain",) if shape.is_shared(layer) else ("plain", "residual")
+    products: list[tuple[int, int, tuple[Fusion, ...]]] = [
+        (sum(shape.size(module, layer)[1] for module in SITES["qkv"]), hidden, ("heads",)),
+        (hidden, heads, ("plain", "residual")),
+    ]
+    if ffn := shape.size("up", layer)[1]:
+        products += [(2 * ffn, hidden, gate_up), (hidden, ffn, down)]
+    return [(size_out, size_in, fusion) for size_out, size_in, fusions in products for fusion in fusions]
 
 
 def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:
@@ -309,7 +316,7 @@ def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:
         )
         for layer in range(shape.num_layers)
         for site in SITES
-        if (modules := shape.modules(site, layer)) and shape.size(modules[0], layer)[0]
+        if (modules := shape.modules(site, layer))
     }
     rows = shape.num_layers * len(MODULES) + 2
     for name, row in (("embed", rows + EMBED), ("head", rows + HEAD)):

@@ -16,7 +16,7 @@ from headrace.adapters.stored import PIECE_BYTES
 from headrace.adapters.untrusted import refuse
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
-from headrace.engine.model.experts import routing_of
+from headrace.engine.model.experts import ExpertsBesideDense, ExpertsFeed, SharedExpert, routing_of
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.rope import head_places
 from headrace.engine.model.shared.memory import free_host_bytes
@@ -27,6 +27,12 @@ from headrace.ops.host_memory import PiecePool
 __all__ = ["adapter_device", "adapter_granules", "adapter_shape", "host_room"]
 
 _RANK = 16  # of the adapters for which memory is kept by default
+_SHARED = tuple(
+    (f"mlp.{expert}.{role}_proj", f"shared_{role}")
+    for expert in ("shared_expert", "shared_experts")
+    for role in ("gate", "up", "down")
+)
+"""Modules of a shared expert by the names that they have in most families, for files that have names of their own."""
 
 
 def host_room(config: EngineConfig) -> PiecePool:
@@ -61,25 +67,26 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
     """
     if has_latents(spec):
         refuse(spec.architecture, "adapter_slots", "more than 0", "0: adapters do not update latent attention")
-    differs = has_normed_values(spec)
     attention = _attention_of(spec)
     places = head_places(attention.head_dim, attention.rotated_dim, interleaved=attention.interleaved)
-    feed = _updated_feed(spec)
+    layers = tuple(_sizes(spec, layer) for layer in spec.layers)
+    differs = has_normed_values(spec) or len(set(layers)) > 1 or layers[0].is_shared
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         num_heads=attention.heads,
         num_kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
-        ffn_size=0 if feed is None else feed.size,
+        ffn_size=layers[0].ffn,
         vocab_size=spec.vocab_size,
         virtual_scale=1.0 if spec.scales_virtual_tokens else 1.0 / spec.embedding_scale,
         head_places=None if places is None else tuple(places.tolist()),
-        gated=not isinstance(feed, PlainFeed),
+        gated=not isinstance(spec.layers[0].feed, PlainFeed),
         names=_names(spec),
         grouped=spec.names.grouped,
-        layers=tuple(_sizes(spec, layer) for layer in spec.layers) if differs else (),
-        takes_virtual=not differs,
+        layers=layers if differs else (),
+        takes_virtual=not has_normed_values(spec),
+        left_out="" if routing_of(spec) is None else "experts and their routers take none",
     )
 
 
@@ -96,28 +103,44 @@ def _attention_of(spec: DecoderSpec) -> Attention:
 
 def _sizes(spec: DecoderSpec, layer: LayerSpec) -> LayerSizes:
     """Return the outputs of the products of one layer that adapters update."""
-    parameters, feed = layer.mixer.parameters(spec.hidden_size), layer.feed
+    parameters = layer.mixer.parameters(spec.hidden_size)
     rows = {part.role: part.rows for part in parameters["qkv"].parts}
     queries, keys, values = (rows.get(f"{role}.weight", 0) for role in "qkv")
-    return LayerSizes(queries, keys, values, feed.size if isinstance(feed, (DenseFeed, PlainFeed)) else 0)
+    feed = _updated_feed(layer)
+    ffn = 0 if feed is None else feed.size
+    return LayerSizes(
+        queries, keys, values, 0 if isinstance(feed, PlainFeed) else ffn, ffn, isinstance(feed, SharedExpert)
+    )
 
 
-def _updated_feed(spec: DecoderSpec) -> DenseFeed | PlainFeed | None:
-    """Return the feed of all layers, or of the first one; None for models with experts, whose feeds take no updates."""
-    first = spec.layers[0].feed
-    if routing_of(spec) is None and has_normed_values(spec) and isinstance(first, DenseFeed):
-        return first  # others may be wider
-    return None if routing_of(spec) is not None else spec.uniform_feed
+def _updated_feed(layer: LayerSpec) -> DenseFeed | PlainFeed | SharedExpert | None:
+    """Return the feed of a layer that computes every token, beside experts or alone; None for experts alone."""
+    match layer.feed:
+        case DenseFeed() | PlainFeed():
+            return layer.feed
+        case ExpertsBesideDense():
+            return layer.feed.dense
+        case ExpertsFeed():
+            return layer.feed.shared
+    return None
 
 
 def _names(spec: DecoderSpec) -> AdapterNames:
     """Return the names of modules in adapters: those of the checkpoint's tensors, or of Llama's."""
-    llama, names, feed = AdapterNames(), spec.names, _updated_feed(spec)
+    llama, names, feeds = AdapterNames(), spec.names, [_updated_feed(layer) for layer in spec.layers]
+    has_shared = any(isinstance(feed, SharedExpert) for feed in feeds)
+    if not names.is_peft:
+        return replace(llama, modules=(*llama.modules, *_SHARED) if has_shared else llama.modules, homes=names.homes)
     known = {*MODULES, *SITES}
-    if not isinstance(feed, DenseFeed):
-        known -= {"gate", "gate_up"} if feed is not None else {"gate", "gate_up", "up", "down"}
+    if not any(isinstance(feed, DenseFeed) for feed in feeds):
+        known -= {"gate", "gate_up"}
+        if not any(isinstance(feed, PlainFeed) for feed in feeds):
+            known -= {"up", "down"}
+    if has_shared:
+        known |= {f"shared_{role}" for role in ("gate", "gate_up", "up", "down")}
+    known.difference_update(*names.joined.values())
     found = {(name, role) for role, name in names.roles.items() if role in known}
-    if not names.is_peft or found <= set(llama.modules):
+    if found <= set(llama.modules):
         return replace(llama, homes=names.homes)
     top = names.roles["embedding"], names.roles["head"]
     return AdapterNames(names.layer_prefix, tuple(sorted(found)), *top, names.prefix, names.homes)

@@ -171,7 +171,7 @@ class CudaAdapterOps:
     def linear(self, x_NI: Tensor, packed: CudaProduct, layer: int, site: str) -> Tensor:
         """Return x W^T + b, with the site's updates if adapters have such a site."""
         place = self._sites.get((layer, site))
-        if place is None:
+        if place is None or (site in ("gate_up", "down") and not self._feeds):
             return self._ops.product(x_NI, packed)
         y_NO, low = self._with_low(x_NI, packed, place)
         self._expand(low, y_NO, place)

@@ -12,7 +12,7 @@ import pytest
 from emulated_cuda import emulated
 from gpu.conftest import Zoo
 from gpu.driving import draw, open_engine
-from gpu.test_adapters import BASE, check_batches
+from gpu.test_adapters import BASE, UPDATED, check_batches, check_modules
 from gpu.wearing import make
 from numpy.typing import NDArray
 
@@ -41,6 +41,14 @@ def test_each_of_a_batch_says_what_it_wears(tmp_path: Path, monkeypatch: pytest.
     )
     assert gpu.replays and all(gpu.launches[f"_{name}_kernel"] for name in kernels)
     assert gpu.launches["product: even, updated"] and gpu.launches["product: even heads, updated"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", [each for each in UPDATED if "gemma4" not in each])
+def test_every_module_but_experts(family: str, tmp_path: Path) -> None:
+    base = Zoo(tmp_path, "cuda").folder(family)
+    with emulated():
+        check_modules(base, "cuda", "cpu", tmp_path, family)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -6,15 +6,16 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import anyio
 import gguf
 import numpy as np
-import peft
 import pytest
 import torch
+from adapter_folders import peft_model
 from expert_models import CONFIG, expert_folder, expert_model
 from gguf import GGMLQuantizationType as Kind
 from gguf_models import encoded
@@ -354,20 +355,34 @@ def open_cpu_weights(folder: Path) -> Any:
     return made.info.weights
 
 
+ATTENTION = "q_proj|k_proj|v_proj|o_proj|lm_head|embed_tokens"
+WORN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Qwen3Moe": ("Qwen3Moe", {}, ATTENTION),
+    "Qwen3Moe, dense at first": ("Qwen3Moe", {"mlp_only_layers": [0]}, rf"{ATTENTION}|layers\.0\.mlp\.\w+_proj"),
+    "Mixtral": ("Mixtral", {}, ATTENTION),
+    "GptOss": ("GptOss", {}, ATTENTION),
+    "Qwen2Moe": ("Qwen2Moe", {}, rf"{ATTENTION}|shared_expert\.\w+_proj"),
+    "Qwen2Moe, dense at last": (
+        "Qwen2Moe",
+        {"mlp_only_layers": [1]},
+        r"q_proj|layers\.1\.mlp\.(gate|down)_proj|shared_expert\.(up|down)_proj",
+    ),
+    "GraniteMoeShared": ("GraniteMoeShared", {}, rf"{ATTENTION}|shared_mlp\.\w+_linear"),
+}
+"""Family, changes of its config, and the ends of the names of the modules that an adapter updates."""
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("native", OPERATIONS)
-@pytest.mark.parametrize("family", ["Qwen2Moe", "Qwen3Moe", "Mixtral", "GptOss"])
-def test_an_adapter_of_attention_gives_what_peft_gives(family: str, native: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", WORN)
+def test_an_adapter_of_all_but_experts_gives_what_peft_gives(kind: str, native: bool, tmp_path: Path) -> None:
+    family, changes, ends = WORN[kind]
     if native and family == "GptOss":
         pytest.skip("a variant of attention, which torch's operations compute")
-    base = expert_model(family)
+    base = expert_model(family, **changes)
     base.save_pretrained(tmp_path / "base")
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head", "embed_tokens"]
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=6, target_modules=targets))
-    for name, parameter in model.named_parameters():
-        if "lora" in name:
-            torch.nn.init.normal_(parameter, 0.0, 0.15)
-    model.eval().save_pretrained(tmp_path / "adapter")
+    model = peft_model(base, r=6, target_modules=rf"(.*\.)?({ends})")
+    model.save_pretrained(tmp_path / "adapter")
     spec, tested = ModelUnderTest.load(tmp_path / "base", native=native)
     tested.bank = CpuBank(2, 8, torch.float32)
     tested.bank.put(0, 0, read_adapter(tmp_path / "adapter", adapter_shape(spec), torch.float32, max_rank=8))
@@ -380,17 +395,34 @@ def test_an_adapter_of_attention_gives_what_peft_gives(family: str, native: bool
 
 
 @pytest.mark.parametrize(
-    "module", ["mlp.experts.3.gate_proj", "mlp.gate", "mlp.shared_expert.up_proj", "mlp.gate_proj"]
+    ("layer", "module"),
+    [
+        (1, "mlp.experts.3.gate_proj"),
+        (1, "mlp.gate"),
+        (1, "mlp.shared_expert_gate"),
+        (1, "mlp.gate_proj"),  # which layer 0 has
+        (0, "mlp.shared_expert.up_proj"),  # which layer 1 has
+    ],
 )
-def test_an_adapter_of_an_expert_is_refused_by_the_name_of_its_tensor(module: str, tmp_path: Path) -> None:
-    spec = from_hf({**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "mlp_only_layers": [0]})
-    name = f"base_model.model.model.layers.0.{module}"
+def test_an_adapter_of_an_expert_is_refused_by_the_name_of_its_tensor(layer: int, module: str, tmp_path: Path) -> None:
+    kind = {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 8, "mlp_only_layers": [0]}
+    shape = adapter_shape(from_hf({**CONFIG, **kind}))
+    name = f"base_model.model.model.layers.{layer}.{module}"
     tensors = {f"{name}.lora_A.weight": torch.ones(4, 64), f"{name}.lora_B.weight": torch.ones(48, 4)}
     tmp_path.joinpath("adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(AdapterRejected, match="experts, routers and feeds beside them take no updates") as caught:
-        read_adapter(tmp_path, adapter_shape(spec), torch.float32, max_rank=8, take=no_pieces)
+    with pytest.raises(AdapterRejected, match="since experts and their routers take none") as caught:
+        read_adapter(tmp_path, shape, torch.float32, max_rank=8, take=no_pieces)
     assert module in str(caught.value)
+
+
+@pytest.mark.parametrize("names", ["mlp.shared_expert", "mlp.shared_experts"])
+def test_a_model_from_a_gguf_file_takes_the_names_that_peft_gives_to_shared_experts(names: str) -> None:
+    spec = from_hf({**CONFIG, "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 8})
+    shape = adapter_shape(replace(spec, names=replace(spec.names, is_peft=False)))
+    for module in ("gate", "up", "down"):
+        key = f"base_model.model.model.layers.1.{names}.{module}_proj.lora_B.weight"
+        assert shape.names.place(key) == (1, f"shared_{module}", "B")
 
 
 def no_pieces(*_given: Any) -> NoReturn:

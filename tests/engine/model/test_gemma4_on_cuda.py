@@ -145,7 +145,7 @@ def test_a_cache_of_8_bits(zoo: Zoo, family: str) -> None:
 
 MODULES = {
     "gemma4": ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    "gemma4 experts": ["q_proj", "k_proj", "o_proj"],
+    "gemma4 experts": ["q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "gemma4 small": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
 

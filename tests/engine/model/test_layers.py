@@ -39,7 +39,7 @@ def test_layers_may_differ_in_their_windows() -> None:
     late = replace(FIRST, mixer=replace(FIRST.mixer, window=8))
     mixed = spec(FIRST, late, late)
     assert mixed.windows == (None, 8, 8) and mixed.num_layers == 3
-    assert mixed.uniform_attention == FIRST.mixer and mixed.uniform_feed == DenseFeed(48)
+    assert mixed.uniform_attention == FIRST.mixer
     assert late.mixer.state == Paged(2 * 2 * 16, 8)
 
 
@@ -50,8 +50,6 @@ def test_layers_may_differ_in_their_windows() -> None:
         ("uniform_attention", replace(FIRST, mixer=Attention(4, 2, 32)), "the heads of a layer"),
         ("uniform_attention", replace(FIRST, mixer=Recurrence(9)), "the mixer of a layer"),
         ("windows", replace(FIRST, mixer=Recurrence(9)), "the mixer of a layer"),
-        ("uniform_feed", replace(FIRST, feed=DenseFeed(49)), "the feed of a layer"),
-        ("uniform_feed", replace(FIRST, feed=DenseFeed(48, bias=True)), "the feed of a layer"),
         ("uniform_epsilon", replace(FIRST, norms=Norms(1e-5)), "the epsilon of a norm"),
     ],
 )

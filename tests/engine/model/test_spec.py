@@ -120,8 +120,8 @@ def test_every_family_reads_as_transformers_saved_it(architecture: str, tied: bo
 def test_biases_that_the_config_asks_for(architecture: str) -> None:
     spec = from_hf(saved(FAMILIES[architecture](**SIZES, attention_bias=True), architecture))
     attention = spec.uniform_attention
-    assert attention.qkv_bias and attention.o_bias and not spec.uniform_feed.bias and spec.has_biases
-    assert from_hf(llama(mlp_bias=True)).uniform_feed.bias and not from_hf(llama()).has_biases
+    assert attention.qkv_bias and attention.o_bias and not spec.layers[0].feed.bias and spec.has_biases
+    assert from_hf(llama(mlp_bias=True)).layers[0].feed.bias and not from_hf(llama()).has_biases
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 3.0}])

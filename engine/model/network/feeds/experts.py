@@ -48,7 +48,7 @@ class RoutedFeed(Generic[Packed, Step, Kv]):
     def result(self, ops: BlockOps[Packed, Step, Kv], x_NE: Tensor) -> Tensor:
         """Return what the feed makes of a normed input, [N, E]."""
         y_NE = self._experts(x_NE)
-        return y_NE if self._shared is None else y_NE + self._shared(x_NE)
+        return y_NE if self._shared is None else y_NE + self._shared(ops, x_NE)
 
 
 class _SharedFeed(Generic[Packed, Step, Kv]):
@@ -60,13 +60,12 @@ class _SharedFeed(Generic[Packed, Step, Kv]):
         self._gate_up = ops.pack(weights.matrices["shared_gate_up"], None)
         self._down = ops.pack(weights.matrices["shared_down"], None)
         self._switch_1E = weights.vectors["shared_switch_1E"].view(1, -1) if shared.gated else None
-        self._ops, self._layer, self._activation = ops, layer, shared.activation
+        self._device, self._layer, self._activation = ops, layer, shared.activation
 
-    def __call__(self, x_NE: Tensor) -> Tensor:
-        # By the device's own operations: adapters do not update shared experts.
-        gate_up_N2F = self._ops.linear(x_NE, self._gate_up, self._layer, "shared_gate_up")
-        x_NF = self._ops.activate(gate_up_N2F, self._activation)
-        y_NE = self._ops.linear(x_NF, self._down, self._layer, "shared_down")
+    def __call__(self, ops: BlockOps[Packed, Step, Kv], x_NE: Tensor) -> Tensor:
+        gate_up_N2F = ops.linear(x_NE, self._gate_up, self._layer, "gate_up")
+        x_NF = self._device.activate(gate_up_N2F, self._activation)
+        y_NE = ops.linear(x_NF, self._down, self._layer, "down")
         if self._switch_1E is None:
             return y_NE
         share_N1 = sigmoid((x_NE.float() * self._switch_1E).sum(1, keepdim=True))
