@@ -10,7 +10,8 @@ site holds
 
 After the layers come `embed` (A [vocab, rank], one row a token id; B [rank, hidden]) and `head` (A [rank, hidden],
 B [rank, vocab]). A rank is the module's own, rounded up to `RANK_MULTIPLE` with zeros, and 0 where the adapter leaves
-the module alone. Every matrix therefore begins at a multiple of 8 elements.
+the module alone. Every matrix therefore begins at a multiple of 8 elements. Layers with latent attention have the sites
+of `LATENT_SITES` instead, each of one module up to `o`, in the same places of tables.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from headrace.adapters.names import AdapterNames
 __all__ = [
     "EMBED",
     "HEAD",
+    "LATENT_SITES",
     "MODULES",
     "RANK_MULTIPLE",
     "SITES",
     "BlockLayout",
+    "LatentSizes",
     "LayerSizes",
     "ModelShape",
     "module_row",
@@ -44,15 +47,27 @@ SITES: dict[str, tuple[str, ...]] = {
     "down": ("down",),
 }
 """The modules of each site of a layer, in the order of the block."""
+LATENT_SITES: dict[str, tuple[str, ...]] = {
+    "q": ("q",),
+    "q_a": ("q_a",),
+    "kv_a": ("kv_a",),
+    **{site: SITES[site] for site in ("o", "gate_up", "down")},
+}
+"""The same of a layer with latent attention, whose queries are the module `q`, by a latent vector or not."""
 MODULES = tuple(module for modules in SITES.values() for module in modules)
 """The seven modules of a layer, in the order of the table's rows."""
+_PLACES = {
+    module: place
+    for sites in (LATENT_SITES, SITES)
+    for place, module in enumerate(module for modules in sites.values() for module in modules)
+}
 EMBED, HEAD = -2, -1
 """Rows of the table, counted from its end, of the two modules that belong to no layer."""
 
 
 def module_row(layer: int, module: str) -> int:
     """Return the table's row of a layer's module."""
-    return layer * len(MODULES) + MODULES.index(module)
+    return layer * len(MODULES) + _PLACES[module]
 
 
 class LayerSizes(NamedTuple):
@@ -66,6 +81,18 @@ class LayerSizes(NamedTuple):
     """Width of the feed that computes every token."""
     is_shared: bool = False
     """Whether this feed is the shared expert of a mixture, which has names of its own in files."""
+
+
+class LatentSizes(NamedTuple):
+    """Sizes of the products of latent attention, which all layers have alike."""
+
+    query_latent: int
+    """Width of the latent vector of queries; 0 for queries without one."""
+    queries: int
+    cached: int
+    """Width of what a token adds to the cache."""
+    values: int
+    """Width of the values of all heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +119,8 @@ class ModelShape:
     """Whether a joined module of queries, keys and values has the queries of a key, this key and its value together."""
     layers: tuple[LayerSizes, ...] = ()
     """Sizes of each layer's products, where layers differ; empty where all have the sizes above."""
+    latents: LatentSizes | None = None
+    """Sizes of latent attention; None where layers attend to keys and values."""
     takes_virtual: bool = True
     """Whether prompts may have virtual tokens."""
     left_out: str = ""
@@ -114,7 +143,15 @@ class ModelShape:
             "embed": (self.vocab_size, hidden),
             "head": (hidden, self.vocab_size),
         }
+        if (latents := self.latents) is not None:
+            sizes["q_a"], sizes["q"] = (hidden, latents.query_latent), (latents.query_latent or hidden, latents.queries)
+            sizes["kv_a"], sizes["o"] = (hidden, latents.cached), (latents.values, hidden)
         return sizes[module]
+
+    @property
+    def sites(self) -> dict[str, tuple[str, ...]]:
+        """The modules of each site of a layer, in the order of the block."""
+        return SITES if self.latents is None else LATENT_SITES
 
     def is_shared(self, layer: int) -> bool:
         """Return whether the feed of a layer that computes every token is a shared expert."""
@@ -122,7 +159,7 @@ class ModelShape:
 
     def modules(self, site: str, layer: int = 0) -> tuple[str, ...]:
         """Return the modules of a site that a layer has."""
-        return tuple(module for module in SITES[site] if self.size(module, layer)[1])
+        return tuple(module for module in self.sites[site] if self.size(module, layer)[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +193,7 @@ class BlockLayout:
         groups = [
             [(module_row(layer, module), shape.size(module, layer)) for module in modules]
             for layer in range(shape.num_layers)
-            for modules in SITES.values()
+            for modules in shape.sites.values()
         ]
         tops = [[(rows + EMBED, shape.size("embed"))], [(rows + HEAD, shape.size("head"))]]
         for group in [*groups, *tops]:
@@ -182,12 +219,12 @@ class BlockLayout:
 
     def places(self) -> list[tuple[int, str, int]]:
         """Return (layer, module, table row) of every module with an update; the layer of `embed` and `head` is -1."""
-        count = len(MODULES)
+        names = [module for modules in self.shape.sites.values() for module in modules]
         found = []
         for row in np.flatnonzero(self.ranks).tolist():
-            layer, place = divmod(row, count)
+            layer, place = divmod(row, len(names))
             if layer < self.shape.num_layers:
-                found.append((layer, MODULES[place], row))
+                found.append((layer, names[place], row))
             else:
                 found.append((-1, ("embed", "head")[place], row))
         return found

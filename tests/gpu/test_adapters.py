@@ -89,11 +89,14 @@ def test_each_alone(cuda: str, zoo: Zoo, tmp_path: Path) -> None:
 
 
 ATTENTION = r"self_attn\.(q|k|v|o)_proj"
+LATENT = r"self_attn\.(q|q_a|q_b|o)_proj|kv_a_proj_with_mqa"
 UPDATED: dict[str, str] = {
     "qwen2 experts": rf"{ATTENTION}|shared_expert\.(gate|up|down)_proj",
+    "deepseek v2": rf"{LATENT}|mlp\.(gate|up|down)_proj|shared_experts\.(gate|up|down)_proj",
+    "deepseek v3": rf"{LATENT}|mlp\.(gate|up|down)_proj|shared_experts\.(gate|up|down)_proj",
     "gemma4 experts": rf"{ATTENTION}|layers\.\d\.mlp\.(gate|up|down)_proj",
 }
-"""Models with experts and the ends of the names of their other modules."""
+"""Models with experts, and the ends of the names of all modules that take updates."""
 
 
 @pytest.mark.filterwarnings("ignore")

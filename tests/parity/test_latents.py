@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,16 +13,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from against_transformers import check_bits, check_cuts, check_engine, difference, drawn_with_logits
+from adapter_folders import peft_model
+from against_transformers import FEW_CUTS, check_bits, check_cuts, check_engine, difference, drawn_with_logits
 from model_driver import OPERATIONS, ModelUnderTest
 from planted_bugs import change_tensors
+from safetensors.torch import save_file
 from torch import Tensor
 
+from headrace.adapters.errors import AdapterRejected
+from headrace.adapters.files import read_adapter
+from headrace.adapters.peft_config import CONFIG_FILE, WEIGHTS_FILE
 from headrace.engine import ModelRejected
 from headrace.engine.model.checkpoint.weights import load_weights
+from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.experts import ExpertsFeed
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.latent import LatentAttention
+from headrace.engine.model.shared.adapter_device import adapter_shape
 from headrace.engine.model.spec import DecoderSpec, DenseFeed, LayerSpec
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.cpu.latents import LatentPages
@@ -129,6 +137,46 @@ def test_an_answer_has_the_same_bits_in_every_company(family: str, tmp_path: Pat
     model.save_pretrained(tmp_path)
     _, tested = ModelUnderTest.load(tmp_path, torch.bfloat16, native=True)
     check_bits(tested, sequences)
+
+
+ENDS = r"(q|q_a|q_b|o|gate|up|down)_proj|kv_a_proj_with_mqa|lm_head|embed_tokens"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("native", OPERATIONS)
+@pytest.mark.parametrize("worn_by", ["v2-lite", "v3", "flash"])
+def test_an_adapter_gives_what_peft_gives(worn_by: str, native: bool, tmp_path: Path) -> None:
+    """Of queries with a latent vector and without, of what is cached, and of dense and shared feeds; in any cut."""
+    model, sequences, plain = reference(worn_by)
+    model.save_pretrained(tmp_path / "base")
+    torch.manual_seed(2)
+    wrapped = peft_model(copy.deepcopy(model), r=4, target_modules=rf"(.*\.)?({ENDS})")
+    wrapped.save_pretrained(tmp_path / "adapter")
+    with torch.inference_mode():
+        expected = wrapped(input_ids=torch.tensor([sequences[1]])).logits[0]
+    assert float((expected - plain[1]).abs().max()) > 0.05, "the adapter does nothing"
+    spec, tested = ModelUnderTest.load(tmp_path / "base", native=native)
+    tested.bank = CpuBank(2, 8, torch.float32)
+    loaded = read_adapter(tmp_path / "adapter", adapter_shape(spec), torch.float32, max_rank=8)
+    attention = 4 if spec.layers[0].mixer.query_latent_dim else 3
+    assert len(loaded.layout.places()) == 3 * (attention + 3) + 2
+    tested.bank.put(1, 0, loaded)
+    for chunk, prompt in FEW_CUTS.values():
+        found = tested.logits([sequences[0], sequences[1]], chunk, prompt, [-1, 1])
+        torch.testing.assert_close(found[0], plain[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(found[1], expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("module", ["self_attn.kv_b_proj", "mlp.experts.1.up_proj", "mlp.gate"])
+def test_an_adapter_of_what_no_update_reaches_is_refused_by_name(module: str, tmp_path: Path) -> None:
+    reference("v3")[0].save_pretrained(tmp_path / "base")
+    shape = adapter_shape(from_hf(read_hf_config(tmp_path / "base")))
+    key = f"base_model.model.model.layers.1.{module}.lora"
+    save_file({f"{key}_A.weight": torch.ones(4, 16), f"{key}_B.weight": torch.ones(8, 4)}, tmp_path / WEIGHTS_FILE)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    told = rf"{module}.*self_attn\.q_b_proj.*experts and their routers take none and self_attn\.kv_b_proj takes none"
+    with pytest.raises(AdapterRejected, match=told):
+        read_adapter(tmp_path, shape, torch.float32, max_rank=8)
 
 
 def mixed(**changes: Any) -> Callable[[LayerSpec], LayerSpec]:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.adapters.layout import EMBED, HEAD, SITES, BlockLayout, module_row
+from headrace.adapters.layout import EMBED, HEAD, BlockLayout, module_row
 from headrace.adapters.loaded import LoadedAdapter
 from headrace.engine.scheduling.plan import NewRow
 from headrace.ops.cpu.lora import AdapterUsers, CpuUpdates, Place, SiteUpdate, UpdatePart
@@ -87,7 +87,7 @@ def _sites(layout: BlockLayout, block: Tensor) -> dict[Place, SiteUpdate]:
     groups: list[tuple[Place, list[tuple[str, int]]]] = [
         ((layer, site), [(module, module_row(layer, module)) for module in modules])
         for layer in range(layout.shape.num_layers)
-        for site, modules in SITES.items()
+        for site, modules in layout.shape.sites.items()
     ]
     groups.append(((-1, "head"), [("head", HEAD)]))
     return {

@@ -277,8 +277,11 @@ class CudaBank:
 
 
 def _has_updates_inside(shape: ModelShape, ops: CudaOps) -> bool:
-    """Return whether all products of a layer without biases can have an adapter's updates inside; compile these."""
-    if ops.products.has_pieces:
+    """Return whether all products of layers without biases can have an adapter's updates inside; compile these.
+
+    Those of latent attention have theirs beside them.
+    """
+    if ops.products.has_pieces or shape.latents is not None:
         return False
     builds: dict[str, Sequence[Callable[[], object]]] = {}
     needed = {each for layer in range(shape.num_layers) for each in _products_of(shape, layer)}
@@ -315,7 +318,7 @@ def sites_of(shape: ModelShape) -> dict[tuple[int, str], LoraSite]:
             tuple(shape.size(module, layer)[1] for module in modules),
         )
         for layer in range(shape.num_layers)
-        for site in SITES
+        for site in shape.sites
         if (modules := shape.modules(site, layer))
     }
     rows = shape.num_layers * len(MODULES) + 2
@@ -328,10 +331,10 @@ def table_lines(layout: BlockLayout, start: int) -> NDArray[np.int32]:
     """Return an adapter's lines of `LoraBatch.table`, [modules, 4]; its block is at element `start` of the arena."""
     ranks = layout.ranks
     before = np.zeros_like(ranks)
-    for modules in SITES.values():
+    for modules in layout.shape.sites.values():
         for earlier, module in zip(modules, modules[1:], strict=False):
-            at = np.arange(layout.shape.num_layers) * len(MODULES) + MODULES.index(module)
-            gap = MODULES.index(module) - MODULES.index(earlier)
+            at = np.arange(layout.shape.num_layers) * len(MODULES) + module_row(0, module)
+            gap = module_row(0, module) - module_row(0, earlier)
             before[at] = before[at - gap] + ranks[at - gap]
     lines = np.stack(((start + layout.a) // UNIT, (start + layout.b) // UNIT, ranks, before), axis=1)
     return lines.astype(np.int32)

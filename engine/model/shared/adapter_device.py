@@ -9,7 +9,7 @@ import torch
 
 from headrace.adapters.bank import AdapterBank, AdapterDevice
 from headrace.adapters.files import TakePieces, read_adapter
-from headrace.adapters.layout import MODULES, SITES, BlockLayout, LayerSizes, ModelShape
+from headrace.adapters.layout import SITES, BlockLayout, LatentSizes, LayerSizes, ModelShape
 from headrace.adapters.loaded import LoadedAdapter, Stamp
 from headrace.adapters.names import AdapterNames
 from headrace.adapters.stored import PIECE_BYTES
@@ -17,7 +17,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams
 from headrace.engine.model.experts import ExpertsBesideDense, ExpertsFeed, SharedExpert, routing_of
-from headrace.engine.model.latent import has_latents
+from headrace.engine.model.latent import has_latents, uniform_latents
 from headrace.engine.model.rope import head_places
 from headrace.engine.model.shared.memory import free_host_bytes
 from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, PlainFeed
@@ -62,12 +62,9 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
     """Return the sizes of a model that decide the sizes of its adapters.
 
     Raises:
-        ModelRejected: Layers differ, where the sites of adapters have one size in all layers; or they have latent
-            attention, which adapters do not update.
+        ModelRejected: Layers have heads that differ in a way that adapters are not given in.
     """
-    if has_latents(spec):
-        refuse(spec.architecture, "adapter_slots", "more than 0", "0: adapters do not update latent attention")
-    attention = _attention_of(spec)
+    attention = uniform_latents(spec).rotated if has_latents(spec) else _attention_of(spec)
     places = head_places(attention.head_dim, attention.rotated_dim, interleaved=attention.interleaved)
     layers = tuple(_sizes(spec, layer) for layer in spec.layers)
     differs = has_normed_values(spec) or len(set(layers)) > 1 or layers[0].is_shared
@@ -85,9 +82,27 @@ def adapter_shape(spec: DecoderSpec) -> ModelShape:
         names=_names(spec),
         grouped=spec.names.grouped,
         layers=layers if differs else (),
-        takes_virtual=not has_normed_values(spec),
-        left_out="" if routing_of(spec) is None else "experts and their routers take none",
+        latents=_latent_sizes(spec),
+        takes_virtual=not has_normed_values(spec) and not has_latents(spec),
+        left_out=_left_out(spec),
     )
+
+
+def _latent_sizes(spec: DecoderSpec) -> LatentSizes | None:
+    """Return the sizes of latent attention; None for a model without."""
+    if not has_latents(spec):
+        return None
+    mixer = uniform_latents(spec)
+    queries, values = mixer.heads * (mixer.plain_dim + mixer.rotated_dim), mixer.heads * mixer.value_dim
+    return LatentSizes(mixer.query_latent_dim or 0, queries, mixer.cached_dim, values)
+
+
+def _left_out(spec: DecoderSpec) -> str:
+    """Return in words which products adapters do not update."""
+    found = [] if routing_of(spec) is None else ["experts and their routers take none"]
+    if has_latents(spec):
+        found.append(f"{spec.names.roles['kv_b']} takes none, whose parts multiply queries and sums of latent vectors")
+    return " and ".join(found)
 
 
 def _attention_of(spec: DecoderSpec) -> Attention:
@@ -103,8 +118,8 @@ def _attention_of(spec: DecoderSpec) -> Attention:
 
 def _sizes(spec: DecoderSpec, layer: LayerSpec) -> LayerSizes:
     """Return the outputs of the products of one layer that adapters update."""
-    parameters = layer.mixer.parameters(spec.hidden_size)
-    rows = {part.role: part.rows for part in parameters["qkv"].parts}
+    qkv = layer.mixer.parameters(spec.hidden_size).get("qkv")
+    rows = {} if qkv is None else {part.role: part.rows for part in qkv.parts}
     queries, keys, values = (rows.get(f"{role}.weight", 0) for role in "qkv")
     feed = _updated_feed(layer)
     ffn = 0 if feed is None else feed.size
@@ -127,23 +142,31 @@ def _updated_feed(layer: LayerSpec) -> DenseFeed | PlainFeed | SharedExpert | No
 
 def _names(spec: DecoderSpec) -> AdapterNames:
     """Return the names of modules in adapters: those of the checkpoint's tensors, or of Llama's."""
-    llama, names, feeds = AdapterNames(), spec.names, [_updated_feed(layer) for layer in spec.layers]
-    has_shared = any(isinstance(feed, SharedExpert) for feed in feeds)
+    llama, names, roles = AdapterNames(), spec.names, _roles(spec)
     if not names.is_peft:
-        return replace(llama, modules=(*llama.modules, *_SHARED) if has_shared else llama.modules, homes=names.homes)
-    known = {*MODULES, *SITES}
-    if not any(isinstance(feed, DenseFeed) for feed in feeds):
-        known -= {"gate", "gate_up"}
-        if not any(isinstance(feed, PlainFeed) for feed in feeds):
-            known -= {"up", "down"}
-    if has_shared:
-        known |= {f"shared_{role}" for role in ("gate", "gate_up", "up", "down")}
-    known.difference_update(*names.joined.values())
-    found = {(name, role) for role, name in names.roles.items() if role in known}
+        shared = _SHARED if "shared_up" in roles else ()
+        return replace(llama, modules=(*llama.modules, *shared), homes=names.homes)
+    found = {(names.roles[role], module) for role, module in roles.items() if role in names.roles}
     if found <= set(llama.modules):
         return replace(llama, homes=names.homes)
     top = names.roles["embedding"], names.roles["head"]
     return AdapterNames(names.layer_prefix, tuple(sorted(found)), *top, names.prefix, names.homes)
+
+
+def _roles(spec: DecoderSpec) -> dict[str, str]:
+    """Return the roles of the products that adapters update, each with what `AdapterNames` calls it."""
+    feeds = [_updated_feed(layer) for layer in spec.layers]
+    roles = ["qkv", *SITES["qkv"], "o"]
+    if has_latents(spec):
+        roles = ["q" if uniform_latents(spec).query_latent_dim is None else "q_b", "q_a", "kv_a", "o"]
+    if any(isinstance(feed, (DenseFeed, PlainFeed)) for feed in feeds):
+        roles += ["up", "down"]
+    if any(isinstance(feed, DenseFeed) for feed in feeds):
+        roles += ["gate", "gate_up"]
+    if any(isinstance(feed, SharedExpert) for feed in feeds):
+        roles += [f"shared_{role}" for role in ("gate", "gate_up", "up", "down")]
+    in_joined = {role for several in spec.names.joined.values() for role in several}
+    return {role: "q" if role == "q_b" else role for role in roles if role not in in_joined}
 
 
 def adapter_granules(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, granule_bytes: int) -> int:
@@ -152,7 +175,7 @@ def adapter_granules(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype
         return config.adapter_memory // granule_bytes
     shape = adapter_shape(spec)
     layers = range(spec.num_layers)
-    modules = [(layer, module) for layer in layers for site in SITES for module in shape.modules(site, layer)]
+    modules = [(layer, module) for layer in layers for site in shape.sites for module in shape.modules(site, layer)]
 
     def granules(rank: int, modules: list[tuple[int, str]]) -> int:
         layout = BlockLayout.of(shape, dict.fromkeys(modules, rank))

@@ -233,17 +233,13 @@ def test_pages_of_latent_vectors_are_swapped_and_given_back(tmp_path: Path) -> N
     assert tight == calm and stats.swaps
 
 
-def test_adapters_and_other_caches_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_caches_are_refused_by_name(tmp_path: Path) -> None:
     latent_folder(tmp_path)
-    with pytest.raises(ModelRejected, match="adapters do not update latent attention") as caught:
-        open_engine(EngineConfig(model=tmp_path, device="cpu", kv_memory="1MiB", adapter_slots=2))
-    assert caught.value.field == "adapter_slots"
     with pytest.raises(InvalidParams, match="kv_dtype"):
         open_engine(EngineConfig(model=tmp_path, device="cpu", kv_memory="1MiB", kv_dtype="fp8"))
     refused: dict[str, dict[str, Any]] = {
         "kv_dtype": {"kv_dtype": "fp8"},
         "decode_attention": {"decode_attention": "fa2"},
-        "adapter_slots": {"adapter_slots": 2},
     }
     for field, options in refused.items():
         with emulated(), pytest.raises((InvalidParams, ModelRejected), match=field) as caught:

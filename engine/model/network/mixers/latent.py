@@ -59,25 +59,22 @@ class AttentionToLatents(Generic[Packed, Step, Kv]):
         """Return the stream with the attention's result added."""
         x_NE, total_NE = self._entry(ops, stream)
         norms = self._result_norm_E, next_norm_E
-        return add_result(ops, self._attend(x_NE, step, kv), self._o, total_NE, norms, self._layer, "o")
+        return add_result(ops, self._attend(ops, x_NE, step, kv), self._o, total_NE, norms, self._layer, "o")
 
     def result(self, ops: BlockOps[Packed, Step, Kv], x_NE: Tensor, step: Step, kv: Kv) -> Tensor:
         """Return W_O [o_1; ...; o_H]."""
-        return ops.linear(self._attend(x_NE, step, kv), self._o, self._layer, "o")
+        return ops.linear(self._attend(ops, x_NE, step, kv), self._o, self._layer, "o")
 
-    def _attend(self, x_NE: Tensor, step: Step, kv: Kv) -> Tensor:
+    def _attend(self, ops: BlockOps[Packed, Step, Kv], x_NE: Tensor, step: Step, kv: Kv) -> Tensor:
         """Return [o_1; ...; o_H] of each token, [N, H * V]."""
-        latents_ND = self._product(x_NE, self._kv_a, "kv_a")
+        layer = self._layer
+        latents_ND = ops.linear(x_NE, self._kv_a, layer, "kv_a")
         if self._q_a is not None:
             assert self._q_a_norm is not None
-            x_NE = self._normed(self._product(x_NE, self._q_a, "q_a"), self._q_a_norm)
-        queries_NHX = self._product(x_NE, self._q, "q").unflatten(1, (self._spec.heads, -1))
+            x_NE = self._normed(ops.linear(x_NE, self._q_a, layer, "q_a"), self._q_a_norm)
+        queries_NHX = ops.linear(x_NE, self._q, layer, "q").unflatten(1, (self._spec.heads, -1))
         return self._attention(queries_NHX, latents_ND, step, kv)
 
     def _normed(self, x_NC: Tensor, weight_C: Tensor) -> Tensor:
         """Return the RMS norm of latent vectors, whose epsilon is not that of the stream's norms."""
         return self._device.norm_latents(x_NC, weight_C, self._spec.latent_epsilon)
-
-    def _product(self, x_NI: Tensor, packed: Packed, site: str) -> Tensor:
-        # By the device's own operations: adapters update none of these products.
-        return self._device.linear(x_NI, packed, self._layer, site)
