@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import peft
 import pytest
 import torch
 import transformers
+from adapter_folders import peft_model
 from layer_normed_models import LAYER_NORMED
 from model_driver import OPERATIONS, ModelUnderTest
+from parity import test_experts as mixed
+from parity import test_families as dense
 from torch import Tensor
 
 from headrace.adapters.files import read_adapter
-from headrace.adapters.layout import ModelShape
+from headrace.adapters.layout import SITES, ModelShape
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.shared.adapter_device import adapter_shape
 
@@ -231,6 +235,49 @@ def test_modules_with_names_of_their_own(kind: str, tmp_path: Path) -> None:
     """Joined modules may hold heads group by group, and a feed may lack a gate."""
     family, options = NAMED[kind]
     check_alone(layer_normed(family), "lora", options, tmp_path, least=0.05)
+
+
+DENSE = [
+    "mistral, window", "ministral, window in the middle layer", "ministral 3", "qwen2, later layers windowed",
+    "qwen3, tied, biased, later layers windowed", "smollm3, window in the middle layer", "seed-oss with every bias",
+    "olmo2 with every bias", "olmo3, window in the middle layer", "exaone4, window in the middle layer",
+    "gemma2, window in the middle layer", "gemma3, window in the middle layer", "gemma", "granite with every bias",
+    "helium with every bias", "cwm, window in the middle layer", "hunyuan, stretched, biased, tied", "glm4",
+    "phi-4-mini, half of each head, window", *(each for each in dense.FAMILIES if each.startswith(("jais", "cohere2"))),
+]  # fmt: skip
+MIXED = [
+    "mixtral, windowed", "olmoe, renormalised, biased", "granite", "granite, shared", "qwen2, windowed, renormalised",
+    "phi, windowed, every bias, longrope", "ernie, corrected, shared, a dense layer",
+    "glm, groups, scaled, dense first layers", "gpt-oss, windowed",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("made", "family"), [*((dense.reference, each) for each in DENSE), *((mixed.reference, each) for each in MIXED)]
+)
+def test_every_product_that_a_family_allows(made: Callable[[str], Any], family: str, tmp_path: Path) -> None:
+    model, (ids, *_), (plain, *_) = made(family)
+    model.save_pretrained(tmp_path / "base")
+    spec, tested = ModelUnderTest.load(tmp_path / "base")
+    shape = adapter_shape(spec)
+    names = [name for name, _ in shape.names.modules] + [shape.names.embedding.rpartition(".")[2], shape.names.head]
+    torch.manual_seed(2)
+    wrapped = peft_model(copy.deepcopy(model), r=4, target_modules=rf"(.*\.)?({'|'.join(map(re.escape, names))})")
+    wrapped.save_pretrained(tmp_path / "adapter")
+    with torch.inference_mode():
+        expected = wrapped(input_ids=torch.tensor([ids])).logits[0]
+    assert float((expected - plain).abs().max()) > 0.05, "the adapter does nothing"
+    loaded = read_adapter(tmp_path / "adapter", shape, torch.float32, max_rank=8)
+    products = [
+        (layer, module) for layer in range(shape.num_layers) for site in SITES for module in shape.modules(site, layer)
+    ]
+    assert [place[:2] for place in loaded.layout.places()] == [*products, (-1, "embed"), (-1, "head")]
+    tested.bank = CpuBank(2, 8, torch.float32)
+    tested.bank.put(1, 0, loaded)
+    found, worn = tested.logits([ids, ids], 7, 30, [-1, 1])
+    torch.testing.assert_close(found, plain, rtol=0, atol=1e-4)
+    torch.testing.assert_close(worn, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")
