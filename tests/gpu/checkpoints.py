@@ -60,7 +60,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 GAINS = {
-    "embed_out": 2.5, "mlp.gate.weight": 8.0, "mlp.router.weight": 8.0, "sinks": 4.0,
+    "embed_out": 2.5, "mlp.gate.weight": 8.0, "mlp.router.weight": 8.0, "block_sparse_moe.router": 8.0, "sinks": 4.0,
     "embed": 0.5, "head": 2.5, "qkv_proj": 1.2, "v_proj": 2.0, "o_proj": 2.0, "q_proj": 1.2, "k_proj": 1.2,
     "wte": 0.5, "wpe": 0.5, "out_proj": 2.0, "c_attn": 1.4, "query_key_value": 1.4, "c_proj": 1.5, "dense": 1.5,
     "mlp.router": 8.0,  # which chooses the experts of Phi-3.5-MoE one by one: near ties would move much
@@ -122,6 +122,16 @@ GEMMA4: dict[str, Any] = {
 }
 """Sizes of models whose layers with a window and without have heads of different sizes, and in small models share keys
 and values."""
+GRANITE_FACTORS = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
+}
+WINDOWED: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3": ("Llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 1, "head_dim": 128}),
     "smollm2": (
@@ -194,13 +204,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": (
         "Granite",
-        {
-            "embedding_multiplier": 6.0,
-            "residual_multiplier": 0.5,
-            "attention_multiplier": 0.1,
-            "logits_scaling": 2.0,
-            "head_dim": 64,
-        },
+        {**GRANITE_FACTORS, "head_dim": 64},
     ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "olmo3": (
@@ -387,6 +391,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLite",
         {**LATENT, "kv_lora_rank": 96, "mlp_layer_types": ["dense", "sparse", "sparse"], "rope_interleave": False},
     ),
+    "ministral": ("Ministral", {"head_dim": 64, **WINDOWED}),
+    "olmo2": ("Olmo2", {}),
+    "seed-oss": ("SeedOss", {"head_dim": 64, "attention_out_bias": True}),
+    "helium": ("Helium", {"head_dim": 64}),
+    "cwm": ("Cwm", {"head_dim": 64, **WINDOWED, "bos_token_id": END, "eos_token_id": [], "rope_parameters": LLAMA3}),
+    "gemma4 unified": ("Gemma4Unified", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "olmoe experts": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 4}),
+    "granite experts": ("GraniteMoe", {**GRANITE_FACTORS, "num_local_experts": 8, "num_experts_per_tok": 4}),
+    "granite shared experts": (
+        "GraniteMoeShared",
+        {**GRANITE_FACTORS, "num_local_experts": 8, "num_experts_per_tok": 4, "shared_intermediate_size": 128},
+    ),
+    "ernie experts": ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 4, "moe_intermediate_size": 64}),
+    "glm 4.5 experts": (
+        "Glm4Moe",
+        {
+            "head_dim": 64,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 64,
+            "routed_scaling_factor": 0.5,
+            "use_qk_norm": True,
+        },
+    ),
     "arcee": ("Arcee", {}),  # without native code, as is the next
     "olmo": ("Olmo", {"clip_qkv": 4.0}),
 }
@@ -394,14 +423,16 @@ CLASSES = {
     "GPT2": ("GPT2Config", "GPT2LMHeadModel"),
     "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "Gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
+    "Gemma4Unified": ("Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM"),
 }
 """Names of a configuration and a model that do not follow from the architecture's."""
+GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
 
 
 def kv_bytes(folder: Path, pages: int) -> int:
     """Bytes of so many pages of 16 tokens in bfloat16."""
     config = transformers.AutoConfig.from_pretrained(folder)
-    if config.model_type == "gemma4_text":
+    if config.model_type in GEMMA4_TYPES:
         return pages * PAGE * sum(map(_gemma4_elements, _storing(config))) * 2
     if (latent := getattr(config, "kv_lora_rank", None)) is not None:
         return pages * PAGE * config.num_hidden_layers * (latent + config.qk_rope_head_dim) * 2
@@ -411,8 +442,9 @@ def kv_bytes(folder: Path, pages: int) -> int:
 
 def _storing(config: Any) -> list[Any]:
     """The attentions of a Gemma 4 that store keys and values."""
-    own = config.num_hidden_layers - (config.num_kv_shared_layers or 0)
-    return [layer.self_attn for layer in transformers.Gemma4ForCausalLM(config).model.layers[:own]]
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return [layer.self_attn for layer in model.model.layers[:own]]
 
 
 def _gemma4_elements(attention: Any) -> int:
@@ -424,7 +456,7 @@ def kv_heads(config: Any) -> int:
     if config.model_type == "falcon":
         return int(config.num_kv_heads) if config.new_decoder_architecture else 1
     has_as_many = config.model_type in ("gpt2", "opt", "gpt_neox")
-    if config.model_type == "gemma4_text":  # of layers with a window; those without may have others
+    if config.model_type in GEMMA4_TYPES:  # of layers with a window; those without may have others
         return int(config.to_dict()["num_key_value_heads"])
     return int(config.num_attention_heads if has_as_many else config.num_key_value_heads)
 
@@ -441,9 +473,9 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
         elif ("norm" in name or "ln_" in name or name.endswith("scale")) and "bias" not in name:
             is_last = name in ("model.norm.weight", "transformer.ln_f.weight", "model.decoder.final_layer_norm.weight")
             scale = 5.0 if is_last and config.tie_word_embeddings else 1.0
-            if architecture == "Gemma4" and name.endswith(("q_norm.weight", "k_norm.weight")):
+            if architecture.startswith("Gemma4") and name.endswith(("q_norm.weight", "k_norm.weight")):
                 scale = 1.1 * len(parameter) ** -0.25  # scores have no other factor
-            left_out = 1.0 if architecture.startswith("Gemma") and architecture != "Gemma4" else 0.0
+            left_out = 1.0 if architecture.startswith("Gemma") and not architecture.startswith("Gemma4") else 0.0
             torch.nn.init.normal_(parameter, scale - left_out, 0.2 * scale)
         elif "bias" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.05 if "v_proj" in name else 0.2)
@@ -453,13 +485,13 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
             is_turned = (architecture == "GPT2" and ".h." in name) or (architecture == "GptOss" and ".experts." in name)
             inputs = parameter.shape[-2 if is_turned else -1]  # which are stored [in, out]
             torch.nn.init.normal_(parameter, 0.0, gain / math.sqrt(inputs))
-            if architecture == "Gemma4" and name.endswith(("k_proj.weight", "v_proj.weight")):
+            if architecture.startswith("Gemma4") and name.endswith(("k_proj.weight", "v_proj.weight")):
                 parameter.data[: len(parameter) // 2].mul_(3.0)  # so that norms of heads count
-    for name, buffer in model.named_buffers():
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "correction_bias" in name:  # further apart than scores are, so that rounding chooses no other experts
-            buffer.copy_(1.25 * 2.0 ** torch.randperm(len(buffer)))
+            tensor.data.copy_(1.25 * 2.0 ** torch.randperm(tensor.numel()))
         elif name.endswith("layer_scalar"):
-            torch.nn.init.uniform_(buffer, 0.7, 1.2)
+            torch.nn.init.uniform_(tensor, 0.7, 1.2)
     return model
 
 

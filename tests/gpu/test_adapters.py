@@ -92,6 +92,7 @@ ATTENTION = r"self_attn\.(q|k|v|o)_proj"
 LATENT = r"self_attn\.(q|q_a|q_b|o)_proj|kv_a_proj_with_mqa"
 UPDATED: dict[str, str] = {
     "qwen2 experts": rf"{ATTENTION}|shared_expert\.(gate|up|down)_proj",
+    "glm 4.5 experts": rf"{ATTENTION}|mlp\.(gate|up|down)_proj|shared_experts\.(gate|up|down)_proj",
     "deepseek v2": rf"{LATENT}|mlp\.(gate|up|down)_proj|shared_experts\.(gate|up|down)_proj",
     "deepseek v3": rf"{LATENT}|mlp\.(gate|up|down)_proj|shared_experts\.(gate|up|down)_proj",
     "gemma4 experts": rf"{ATTENTION}|layers\.\d\.mlp\.(gate|up|down)_proj",

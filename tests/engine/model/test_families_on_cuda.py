@@ -22,7 +22,10 @@ from headrace.engine.model.cuda.listed import _WORDS, list_kernels
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
 
-EXPERTS = ("qwen3 experts", "qwen2 experts", "mixtral", "phi experts", "gpt-oss")
+EXPERTS = (
+    "qwen3 experts", "qwen2 experts", "mixtral", "phi experts", "gpt-oss", "olmoe experts", "granite experts",
+    "granite shared experts", "ernie experts", "glm 4.5 experts",
+)  # fmt: skip
 LATENT = ("deepseek v2", "deepseek v3", "glm 4.7 flash")
 REORDERED = ("phi-4-mini", "glm", "glm4", "ernie 4.5")
 """Families whose heads are put in another order as they are loaded."""
@@ -47,7 +50,10 @@ LAYER_NORMED = [
     "jais 2",
     "stablelm",
 ]
-OTHERS = ["hunyuan", "ministral3", "phi3", "granite", "smollm3", "olmo3", "exaone4", "gemma", "gemma2", "gemma3"]
+OTHERS = [
+    "hunyuan", "ministral", "ministral3", "phi3", "granite", "smollm3", "seed-oss", "olmo2", "olmo3", "exaone4", "gemma",
+    "gemma2", "gemma3", "helium", "cwm", "gemma4 unified",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", [*REORDERED, *OTHERS, *LAYER_NORMED, *EXPERTS, *LATENT])
