@@ -95,6 +95,8 @@ async def _enabled(target: Target, sizes: Sizes) -> dict[str, Any]:
     modules = _SMALL if sizes.small else MODULES
     with located(target.model) as (path, _), tempfile.TemporaryDirectory() as folder:
         shape = adapter_shape(spec_of(path))
+        if shape.latents is not None:
+            raise BenchmarkFailed("adapters of latent attention are not measured: choose another model")
         ranks = {(layer, name): sizes.rank for layer in range(shape.num_layers) for name in modules}
         layout, written = BlockLayout.of(shape, ranks), Path(folder) / "adapter"
 
