@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "apertus": ("Apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "arcee": ("Arcee", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
-    "codegen": ("CodeGen", {"num_key_value_heads": ..., "intermediate_size": ..., "rotary_dim": 8}),
+    "codegen": ("CodeGen", {"num_key_value_heads": ..., "intermediate_size": ..., "n_inner": 112, "rotary_dim": 8}),
     "cwm, window in the middle layer": (
         "Cwm",
         {
@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "flex_olmo": ("FlexOlmo", EXPERTS),
     "gemma": ("Gemma", {"head_dim": 24}),
     "gpt_bigcode": ("GPTBigCode", {"intermediate_size": ...}),
-    "gptj": ("GPTJ", {"num_key_value_heads": ..., "intermediate_size": ..., "rotary_dim": 8}),
+    "gptj": ("GPTJ", {"num_key_value_heads": ..., "intermediate_size": ..., "n_inner": 112, "rotary_dim": 8}),
     "hyperclovax": ("HyperCLOVAX", {"head_dim": 16, "attention_multiplier": 0.15, "logits_scaling": 3.0}),
     "jais2": ("Jais2", {"num_key_value_heads": 4}),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),

@@ -82,6 +82,35 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
         lambda: described(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
         "rope_type", "request's length",
     ),
+    "another rope for long texts": (
+        lambda: described(
+            rope_parameters={
+                "rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8, "original_max_position_embeddings": 64,
+            }
+        ),
+        "rope_type", "request's length",
+    ),
+    "slopes of scores": (lambda: {**of_transformers("falcon"), "alibi": True}, "alibi", "not added to scores"),
+    "experts that are counted": (
+        lambda: of_transformers("jetmoe"), "architectures", "cannot be run on tokens without looking at numbers",
+    ),
+    "a mask that depends on values": (
+        lambda: of_transformers("doge", num_attention_heads=8), "architectures", "without looking at numbers",
+    ),
+    "convolutions by their old names": (
+        lambda: {**of_transformers("lfm2", full_attn_idxs=[1]), "layer_types": None}, "layer_types", "full_attention",
+    ),
+    "convolutions of images": (
+        lambda: of_transformers("phi4_multimodal"),
+        "model.embed_tokens_extend.image_embed.img_processor.embeddings.patch_embedding", "through attention alone",
+    ),
+    "more heads in one layer": (
+        lambda: of_transformers("laguna", num_attention_heads_per_layer=[48, 64]), "the heads of a layer", "the same",
+    ),
+    "values larger than keys": (
+        lambda: described("minicpm3", v_head_dim=32), "layers.0.self_attn", "values no larger than keys",
+    ),
     "attention to both sides": (
         lambda: described("gemma", use_bidirectional_attention=True), "use_bidirectional_attention", "earlier tokens",
     ),
@@ -95,6 +124,73 @@ def test_what_cannot_work_is_refused_by_name(what: str) -> None:
     make, field, words = REFUSED[what]
     with pytest.raises(ModelRejected, match=words) as caught:
         FallbackModel.read(make(), "random")
+    assert caught.value.field == field
+
+
+def without_attention(patch: pytest.MonkeyPatch) -> None:
+    """A decoder whose last layer is a feed alone."""
+    plain = modeling_olmo.OlmoDecoderLayer.forward
+
+    def forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+        is_last = self.self_attn.layer_idx == self.self_attn.config.num_hidden_layers - 1
+        return self.mlp(hidden_states) if is_last else plain(self, hidden_states, **options)
+
+    patch.setattr(modeling_olmo.OlmoDecoderLayer, "forward", forward)
+
+
+def with_another_mask(patch: pytest.MonkeyPatch) -> None:
+    """An attention that leaves out its mask."""
+    plain = modeling_olmo.OlmoAttention.forward
+
+    def forward(self: Any, hidden_states: Tensor, **options: Any) -> Any:
+        return plain(self, hidden_states, **{**options, "attention_mask": None})
+
+    patch.setattr(modeling_olmo.OlmoAttention, "forward", forward)
+
+
+def with_module(kind: Callable[[], torch.nn.Module]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A feed that has a module of this kind."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        plain = modeling_olmo.OlmoMLP.__init__
+
+        def init(self: Any, config: Any) -> None:
+            plain(self, config)
+            self.mixing = kind()
+
+        patch.setattr(modeling_olmo.OlmoMLP, "__init__", init)
+
+    return plant
+
+
+def without_positions(patch: pytest.MonkeyPatch) -> None:
+    """A decoder that is given no positions."""
+    plain = modeling_olmo.OlmoModel.forward
+    patch.setattr(modeling_olmo.OlmoModel, "forward", lambda self, input_ids=None, **more: plain(self, input_ids))
+
+
+def without_parts(patch: pytest.MonkeyPatch) -> None:
+    """A model that is not made of a decoder and a head."""
+    patch.setattr(modeling_olmo.OlmoForCausalLM, "base_model_prefix", "")
+
+
+@pytest.mark.parametrize(
+    ("plant", "field", "words"),
+    [
+        (without_attention, "layers with attention", "2 of 3"),
+        (with_another_mask, "layers.0.self_attn", "a mask that the module changes"),
+        (with_module(lambda: torch.nn.Conv1d(64, 64, 3)), "model.layers.0.mlp.mixing", "through attention alone"),
+        (with_module(lambda: torch.nn.GRU(64, 64)), "model.layers.0.mlp.mixing", "through attention alone"),
+        (without_positions, "position_ids", "the position of each token"),
+        (without_parts, "architectures", "not a model with a head behind it"),
+    ],
+)
+def test_what_only_a_module_shows_is_refused_by_name(
+    plant: Callable[[pytest.MonkeyPatch], None], field: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(ModelRejected, match=words) as caught:
+        FallbackModel.read(described(), "random")
     assert caught.value.field == field
 
 

@@ -51,8 +51,8 @@ LAYER_NORMED = [
     "stablelm",
 ]
 OTHERS = [
-    "hunyuan", "ministral", "ministral3", "phi3", "granite", "smollm3", "seed-oss", "olmo2", "olmo3", "exaone4", "gemma",
-    "gemma2", "gemma3", "helium", "cwm", "gemma4 unified",
+    "hunyuan", "ministral", "ministral3", "phi3", "granite", "smollm3", "seed-oss", "olmo2", "olmo3", "exaone4",
+    "gemma", "gemma2", "gemma3", "helium", "cwm", "gemma4 unified",
 ]  # fmt: skip
 
 
