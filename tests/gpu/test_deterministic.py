@@ -45,7 +45,7 @@ async def load(engine: Engine, seed: int, count: int = 40) -> None:
             await anyio.sleep(chance.random() * 0.004)
 
 
-@pytest.mark.parametrize("name", ["llama 3", "smollm2", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", ["llama 3", "smollm2", "mistral", "qwen3", "qwen3 experts"])
 @pytest.mark.parametrize("pages", [500, 70], ids=["room", "cramped"])
 def test_a_deterministic_request_is_the_same_to_the_last_bit(zoo: Zoo, device: str, name: str, pages: int) -> None:
     async def alone() -> list[Any]:
