@@ -23,7 +23,7 @@ from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.ops.cuda.arch import Arch
 
 EXPERTS = (
-    "qwen3 experts", "qwen2 experts", "mixtral", "phi experts", "gpt-oss", "olmoe experts", "granite experts",
+    "qwen3 experts", "qwen2 experts", "mixtral", "phi experts", "gpt-oss", "olmoe experts",
     "granite shared experts", "ernie experts", "glm 4.5 experts",
 )  # fmt: skip
 LATENT = ("deepseek v2", "deepseek v3", "glm 4.7 flash")
@@ -51,7 +51,7 @@ LAYER_NORMED = [
     "stablelm",
 ]
 OTHERS = [
-    "hunyuan", "ministral", "ministral3", "phi3", "granite", "smollm3", "seed-oss", "olmo2", "olmo3", "exaone4",
+    "hunyuan", "ministral3", "phi3", "granite", "smollm3", "seed-oss", "olmo2", "olmo3", "exaone4",
     "gemma", "gemma2", "gemma3", "helium", "cwm", "gemma4 unified",
 ]  # fmt: skip
 
