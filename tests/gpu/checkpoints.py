@@ -413,7 +413,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
             "moe_intermediate_size": 64,
             "routed_scaling_factor": 0.5,
-            "use_qk_norm": True,
         },
     ),
     "arcee": ("Arcee", {}),  # without native code, as is the next
