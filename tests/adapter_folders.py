@@ -13,7 +13,17 @@ from safetensors.torch import save_file
 from tiny_models import CONFIG
 from torch import Tensor
 
-__all__ = ["BOTH", "SIZES", "lora_folder", "lora_tensors", "merged", "peft_model", "prompt_folder", "write_folder"]
+__all__ = [
+    "BOTH",
+    "SIZES",
+    "lora_folder",
+    "lora_tensors",
+    "merged",
+    "peft_model",
+    "prompt_folder",
+    "wrapped",
+    "write_folder",
+]
 
 _HIDDEN, _HEAD, _FFN = CONFIG["hidden_size"], CONFIG["hidden_size"] // CONFIG["num_attention_heads"], 48
 _KV = CONFIG["num_key_value_heads"] * _HEAD
@@ -79,15 +89,20 @@ def merged(model: Any, tensors: dict[str, Tensor], scale: float = 1.0) -> Any:
 
 
 def peft_model(base: Any, **options: Any) -> Any:
-    """A model with a LoRA of random A and B on the modules that `options` name, as PEFT computes it.
+    """A model with a LoRA of random A and B on the modules that `options` name, as PEFT computes it."""
+    model = wrapped(base, **options)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, 0.0, 0.15)
+    return model.eval()
+
+
+def wrapped(base: Any, **options: Any) -> Any:
+    """A model with a new LoRA, as PEFT makes it.
 
     For models with experts, PEFT would take the names of shared experts and dense feeds for those of experts.
     """
     import peft
 
     with mock.patch("peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"):
-        model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, 0.0, 0.15)
-    return model.eval()
+        return peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))

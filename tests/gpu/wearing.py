@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from adapter_folders import peft_model
+from adapter_folders import wrapped
 from gpu.judge import Output
 from torch import Tensor
 
@@ -51,7 +51,7 @@ def make(base: Path, root: Path, kind: str, config: dict[str, Any] | None = None
     made = Adapter(root / kind / "adapter", root / kind / "merged")
     torch.manual_seed(len(kind) if config is None else sum(kind.encode()))
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    model = peft_model(model, **(config or KINDS[kind]))
+    model = wrapped(model, **(config or KINDS[kind]))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:  # a third of what they update, whatever their ranks
             spread = 1.0 if "embedding_A" in name else parameter.shape[1] ** -0.5

@@ -67,7 +67,7 @@ def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
 
     with emulated():
         outputs = anyio.run(run)
-    Judge(zoo.folder(family), "cpu").check(outputs, family)
+    Judge(zoo.folder(family), "cpu", loose=8.0 if family in EXPERTS else 4.0).check(outputs, family)  # as `Zoo.judge`
 
 
 @pytest.mark.filterwarnings("ignore")
