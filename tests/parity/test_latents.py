@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from adapter_folders import peft_model
-from against_transformers import FEW_CUTS, check_bits, check_cuts, check_engine, difference, drawn_with_logits
+from against_transformers import CUTS, check_bits, check_cuts, check_engine, difference, drawn_with_logits
 from model_driver import OPERATIONS, ModelUnderTest
 from planted_bugs import change_tensors
 from safetensors.torch import save_file
@@ -161,7 +161,7 @@ def test_an_adapter_gives_what_peft_gives(worn_by: str, native: bool, tmp_path: 
     attention = 4 if spec.layers[0].mixer.query_latent_dim else 3
     assert len(loaded.layout.places()) == 3 * (attention + 3) + 2
     tested.bank.put(1, 0, loaded)
-    for chunk, prompt in (FEW_CUTS["in one piece"], FEW_CUTS["decode after chunks"]):
+    for chunk, prompt in (CUTS["in one piece"], CUTS["decode after chunks"]):
         found = tested.logits([sequences[1], sequences[2]], chunk, prompt, [-1, 1])
         torch.testing.assert_close(found[0], plain[1], rtol=0, atol=1e-4)
         torch.testing.assert_close(found[1], expected, rtol=0, atol=2e-4)
