@@ -61,7 +61,7 @@ def run(target: Target, *, text: Path | None, tokens: int, row_tokens: int, json
     plain = replace(target, more={name: value for name, value in target.more.items() if name not in quantizing})
     asked = {"as it is": plain}
     if target.more != plain.more:
-        asked["quantize=" + target.more.get("quantize", "")] = target
+        asked[f"quantize={target.more.get('quantize', '')}"] = target
     found = {name: anyio.run(_figures, each, read, tokens, row_tokens) for name, each in asked.items()}
     dense = next(iter(found.values()))
     rows = [
