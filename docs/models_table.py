@@ -55,29 +55,29 @@ NATIVE = {
     "phi3": Noted("Phi-3, Phi-3.5, Phi-4 and Phi-4-mini", "phi4_mini_json", H200),
     "granite": Noted("Granite 3, dense", "granite", H200),
     "smollm3": Noted("SmolLM3", "hermes", H200),
-    "olmo2": Noted("OLMo 2"),
+    "olmo2": Noted("OLMo 2", gpu=EMULATION),
     "olmo3": Noted("OLMo 3", "olmo3", H200),
     "exaone4": Noted("EXAONE 4", "hermes", H200),
-    "seed_oss": Noted("Seed-OSS", "seed_oss"),
+    "seed_oss": Noted("Seed-OSS", "seed_oss", EMULATION),
     "qwen3_moe": Noted("Qwen3 with experts: 30B-A3B, 235B-A22B, Coder", "hermes qwen3_coder", H200),
     "qwen2_moe": Noted("Qwen1.5-MoE, Qwen2-57B-A14B", "hermes", H200),
     "mixtral": Noted("Mixtral 8x7B and 8x22B", "mistral", H200),
     "phimoe": Noted("Phi-3.5-MoE", gpu=EMULATION),
-    "olmoe": Noted("OLMoE"),
+    "olmoe": Noted("OLMoE", gpu=EMULATION),
     "granitemoe": Noted("Granite 3 with experts: 1B-A400M, 3B-A800M", "granite"),
-    "granitemoeshared": Noted("Granite's models with experts and a shared one", "granite"),
-    "glm4_moe": Noted("GLM-4.5 and 4.6, and their Air models", "glm45"),
+    "granitemoeshared": Noted("Granite's models with experts and a shared one", "granite", EMULATION),
+    "glm4_moe": Noted("GLM-4.5 and 4.6, and their Air models", "glm45", EMULATION),
     "deepseek_v2": Noted("DeepSeek-V2, V2-Lite and Coder-V2", gpu=H200),
     "deepseek_v3": Noted("DeepSeek-V3, V3.1 and R1, also in FP8", "deepseek_v3 deepseek_v31", H200),
     "glm4_moe_lite": Noted("GLM-4.7-Flash", "glm45", H200),
     "gpt_oss": Noted("gpt-oss 20B and 120B, plain or MXFP4", "harmony", H200),
-    "ernie4_5_moe": Noted("ERNIE 4.5, text models with experts: 21B-A3B", "hermes"),
+    "ernie4_5_moe": Noted("ERNIE 4.5, text models with experts: 21B-A3B", "hermes", EMULATION),
     "glm": Noted("GLM-4 of 2024, in the format of transformers (`glm-4-9b-chat-hf`)", "glm4", H200),
     "glm4": Noted("GLM-4-0414 and GLM-Z1", "glm4", H200),
     "ernie4_5": Noted("ERNIE 4.5, dense", "hermes", H200),
     "hunyuan_v1_dense": Noted("Hunyuan, dense", "hunyuan_a13b", H200),
-    "helium": Noted("Helium 1"),
-    "cwm": Noted("Code World Model"),
+    "helium": Noted("Helium 1", gpu=EMULATION),
+    "cwm": Noted("Code World Model", gpu=EMULATION),
     "starcoder2": Noted("StarCoder 2", gpu=H200),
     "gpt2": Noted("GPT-2 and DistilGPT-2", gpu=H200),
     "opt": Noted('OPT; OPT-350M by `model_impl="transformers"`', gpu=H200),
@@ -233,8 +233,6 @@ def refusal(model_type: str) -> str | None:
 
 def adapters(spec: DecoderSpec) -> str:
     """Return which matrices of a model adapters update."""
-    if has_latents(spec):
-        return "no"
     return "not experts" if any(isinstance(layer.feed, ExpertsFeed) for layer in spec.layers) else "yes"
 
 
