@@ -10,7 +10,7 @@ import anyio
 import pytest
 import torch
 from draft_heads import SIZE, Eagle3Head, EagleHead, Head, MedusaHead
-from tiny_models import CONFIG, chat_folder
+from tiny_models import CONFIG, chat_folder, configured
 
 from headrace.engine import Completion, Engine, SamplingParams
 from headrace.engine.scheduling.speculation.depth import DepthRule
@@ -168,10 +168,8 @@ def small_folder(folder: Path, family: str = "Llama", model: str = "ForCausalLM"
         "vocab_size": TOKENS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "max_position_embeddings": 2048, "eos_token_id": 256, "bos_token_id": None,
     }  # fmt: skip
-    del sizes["architectures"], sizes["model_type"]
     config, kind = (getattr(transformers, f"{family}{end}") for end in ("Config", model))
-    known = config()
-    made = kind(config(**{name: size for name, size in sizes.items() if hasattr(known, name)} | changes))
+    made = kind(configured(config, sizes, **changes))
     for name, parameter in made.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, 0.0, 0.4)

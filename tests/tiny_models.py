@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CONFIG", "PAGE_BYTES", "chat_folder", "random_folder", "whole_folder", "write_tokenizer"]
+__all__ = ["CONFIG", "PAGE_BYTES", "chat_folder", "configured", "random_folder", "whole_folder", "write_tokenizer"]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -23,6 +24,15 @@ CONFIG: dict[str, Any] = {
 }
 PAGE_BYTES = 2 * 2 * 2 * 8 * 16 * 4
 """Of float32 and the default 16 tokens: layers, key and value, heads, head size, tokens, bytes."""
+
+
+def configured(kind: Callable[..., Any], sizes: dict[str, Any], **changes: Any) -> Any:
+    """A configuration of transformers with those of `sizes` that it has, and with `changes`.
+
+    transformers keeps fields that a model does not have, and headrace refuses a config.json with them.
+    """
+    usual, ours = kind(), ("architectures", "model_type")
+    return kind(**{name: size for name, size in sizes.items() if hasattr(usual, name) and name not in ours} | changes)
 
 
 def random_folder(folder: Path, **changes: Any) -> Path:

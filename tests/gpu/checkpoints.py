@@ -464,7 +464,7 @@ def build(architecture: str, changes: dict[str, Any]) -> Any:
     """A model of transformers whose every parameter matters."""
     torch.manual_seed(11)
     kind, of_model = CLASSES.get(architecture, (architecture + "Config", architecture + "ForCausalLM"))
-    config = getattr(transformers, kind)(**(SIZES | changes))
+    config = tiny_models.configured(getattr(transformers, kind), SIZES, **changes)
     model = getattr(transformers, of_model)(config).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("per_expert_scale"):

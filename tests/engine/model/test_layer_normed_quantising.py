@@ -34,10 +34,11 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def dense(kind: str, folder: Path) -> Path:
+def dense(named: str, folder: Path) -> Path:
     torch.manual_seed(11)
-    config, model, changes = KINDS[kind]
-    made = getattr(transformers, model)(getattr(transformers, config)(**(quantised_checkpoints.CONFIG | changes)))
+    config, model, changes = KINDS[named]
+    kind = getattr(transformers, config)
+    made = getattr(transformers, model)(tiny_models.configured(kind, quantised_checkpoints.CONFIG, **changes))
     for name, parameter in made.named_parameters():
         if "norm" not in name and "ln_" not in name:
             is_table = any(word in name for word in ("embed", "wte", "wpe"))
