@@ -178,15 +178,20 @@ class GgufFile:
         """Return the format in which `in_stack` yields the rows of a stack of matrices."""
         return _blocks_of(self.tensors[name].kind) or Dense(torch.float32)
 
-    def in_stack(self, name: str, place: int, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, Stored]]:
-        """Yield the rows of one matrix of a stack in order, in blocks as the file has them, or else in float32.
+    def in_stack(self, name: str, wanted: range, elements: int = _BLOCK_ELEMENTS) -> Iterator[tuple[int, Stored]]:
+        """Yield rows of a stack of matrices in order, in blocks as the file has them, or else in float32.
+
+        Args:
+            name: A key of `tensors`.
+            wanted: The rows, counted through all matrices; each is yielded with its place among these.
+            elements: About how many elements a block has.
 
         Raises:
             ModelRejected: The file has shrunk since it was opened.
         """
         tensor = self.tensors[name]
-        rows, is_plain = tensor.shape[1], _blocks_of(tensor.kind) is None
-        for first, raw in self._raw_blocks(name, tensor, elements, range(place * rows, (place + 1) * rows)):
+        is_plain = _blocks_of(tensor.kind) is None
+        for first, raw in self._raw_blocks(name, tensor, elements, wanted):
             yield first, Stored.from_dense(_dequantised(raw, tensor.kind)) if is_plain else self._stored(name, raw)
 
     def _stored(self, name: str, raw: torch.Tensor) -> Stored:

@@ -1,6 +1,7 @@
 """`StackedExperts`: reads an expert's matrices from tensors that hold those of all experts; never knows a family.
 
 GGUF files hold them in `ffn_gate_exps`, `ffn_up_exps` and `ffn_down_exps`, each a stack of one matrix of each expert.
+In place of the first two there may be `ffn_gate_up_exps`, a stack of gates above ups.
 
 Checkpoints of transformers 5 may hold the experts of a layer as `experts.gate_up_proj` [X, 2F, E] and
 `experts.down_proj` [X, E, F], and Granite's as `input_linear.weight` and `output_linear.weight` of the same shapes.
@@ -21,7 +22,7 @@ from headrace.ops.formats import Dense, Stored
 __all__ = ["StackedExperts"]
 
 _EXPERT: Final = re.compile(r"(.+)\.experts\.(\d{1,9})\.(gate_proj|up_proj|down_proj)\.weight")
-_IN_GGUF: Final = re.compile(r"(.+_exps)\.(\d{1,9})\.weight")
+_IN_GGUF: Final = re.compile(r"(.+_exps)\.(\d{1,9})(\.gate|\.up)?\.weight")
 _GATE_UP: Final = ("experts.gate_up_proj", "input_linear.weight")
 _DOWN: Final = ("experts.down_proj", "output_linear.weight")
 
@@ -51,8 +52,7 @@ class StackedExperts:
         shape = files.shapes[tensor]
         parts = 1 if role == "down_proj" else 2
         if len(shape) != 3 or shape[1] % parts or not all(shape):
-            wanted = "[experts, out, in]" if parts == 1 else "[experts, 2 * width, in]"
-            refuse_tensor(files, tensor, list(shape), f"the shape {wanted}")
+            refuse_tensor(files, tensor, list(shape), _shape_of(parts))
         _check_count(files, tensor, shape[0], expert)
         if not is_plain(files, tensor):
             dtype = str(files.dtype(tensor)).removeprefix("torch.")
@@ -69,16 +69,24 @@ def _in_gguf(files: GgufFile, name: str) -> Found | None:
     match = _IN_GGUF.fullmatch(name)
     if match is None or (tensor := f"{match[1]}.weight") not in files.tensors:
         return None
-    shape, expert = files.shapes[tensor], int(match[2])
-    if len(shape) != 3 or not all(shape):
-        refuse_tensor(files, tensor, list(shape), "the shape [experts, out, in]")
+    shape, expert, half = files.shapes[tensor], int(match[2]), match[3]
+    parts = 1 if half is None else 2
+    if len(shape) != 3 or shape[1] % parts or not all(shape):
+        refuse_tensor(files, tensor, list(shape), _shape_of(parts))
     _check_count(files, tensor, shape[0], expert)
+    rows = shape[1] // parts
+    first = expert * shape[1] + (rows if half == ".up" else 0)
 
     def pieces(elements: int, _staging: Staging) -> Pieces:
-        return files.in_stack(tensor, expert, elements)
+        return files.in_stack(tensor, range(first, first + rows), elements)
 
-    place = Place(expert, shape[0], files.nbytes(tensor) // shape[0])
-    return Found(files.stacked_format(tensor), (shape[1], shape[2]), (tensor,), pieces, place=place)
+    place = Place(expert, shape[0], files.nbytes(tensor) // (shape[0] * parts))
+    return Found(files.stacked_format(tensor), (rows, shape[2]), (tensor,), pieces, place=place)
+
+
+def _shape_of(parts: int) -> str:
+    """Return in words the shape of a stack of matrices, or of pairs of matrices."""
+    return "the shape [experts, out, in]" if parts == 1 else "the shape [experts, 2 * width, in]"
 
 
 def _check_count(files: Checkpoint, tensor: str, count: int, expert: int) -> None:

@@ -37,6 +37,8 @@ _ROLES: Final = {
     "shared_switch": "ffn_gate_inp_shexp",
 }
 
+_JOINED: Final = {"expert_gate": "ffn_gate_up_exps.{}.gate", "expert_up": "ffn_gate_up_exps.{}.up"}
+"""Names of an expert's gate and up where one tensor holds those of all experts."""
 _WHOLE: Final = {
     "attention.sinks": "attn_sinks.weight",
     "correction.e_score_correction_bias": "exp_probs_b.bias",
@@ -48,7 +50,9 @@ _WHOLE: Final = {
 
 def expert_names(header: GgufHeader) -> Names:
     """Return the names of the tensors of a file with experts."""
-    return replace(header.names, roles={**header.names.roles, **_ROLES}, whole=_WHOLE)
+    is_joined = any(name.endswith(".ffn_gate_up_exps.weight") for name in header.shapes)
+    roles = {**header.names.roles, **_ROLES, **(_JOINED if is_joined else {})}
+    return replace(header.names, roles=roles, whole=_WHOLE)
 
 
 def experts_in_gguf(header: GgufHeader, *, renormalise: bool, size: str = "expert_feed_forward_length") -> ExpertsFeed:
