@@ -93,6 +93,7 @@ NATIVE = {
 ALIKE = {
     "mistral": "llama",
     "mixtral": "llama",
+    "gemma4_unified_text": "gemma4",
     "olmo3": "olmo2",
     "granitemoeshared": "granitemoe",
 }

@@ -7,6 +7,7 @@ of 2026), not from the code under test. Names come from the gguf package.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -55,6 +56,7 @@ ARCHITECTURES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "phi3": "phi3",
     "glm": "chatglm",
     "glm4": "glm4",
@@ -92,11 +94,14 @@ def random_model(model_type: str, **changes: Any) -> Any:
     config = transformers.AutoConfig.for_model(model_type, **(SIZES | changes))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
-        mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3 if "bias" in name else 0.12)
+        is_factor = "norm" in name or "scale" in name
+        mean, spread = (1.0, 0.2) if is_factor else (0.0, 0.3 if "bias" in name else 0.12)
         torch.nn.init.normal_(parameter, mean, spread)
     for name, buffer in model.named_buffers():
         if "correction" in name:
             torch.nn.init.normal_(buffer, 0.0, 0.3)
+        elif "layer_scalar" in name:
+            torch.nn.init.normal_(buffer, 1.0, 0.2)
     return model
 
 
@@ -128,11 +133,13 @@ def heads_of(config: Any, name: str) -> int | None:
 def gguf_of(model: Any) -> tuple[Metadata, Tensors, dict[str, str]]:
     """A model's metadata and tensors in a GGUF file, and the name in transformers of each tensor that it has there."""
     config = model.config
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers differ
     architecture = ARCHITECTURES[config.model_type]
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     tensors, origins = {}, {}
-    for name, parameter in apart(model.state_dict()):
+    state = model.state_dict()
+    for name, parameter in state.items() if config.model_type == "gemma4_text" else apart(state):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = parameter.float().numpy().copy()
@@ -141,13 +148,25 @@ def gguf_of(model: Any) -> tuple[Metadata, Tensors, dict[str, str]]:
         heads = heads_of(config, name)
         if heads is not None:
             values = side_by_side(values, heads)
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored = scale_of_gemma4(name) or names.get_name(with_ending(name), try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         tensors[stored], origins[stored] = values, name
-    metadata, divisors = rope_metadata(config)
+    metadata, extra = rope_metadata(config)
     metadata = {**sizes(config), **metadata, **special(config)}
     prefixed = {f"{architecture}.{key}": value for key, value in metadata.items()}
-    return {"general.architecture": architecture, **prefixed}, {**divisors, **tensors}, origins
+    return {"general.architecture": architecture, **prefixed}, {**extra, **tensors}, origins
+
+
+def scale_of_gemma4(name: str) -> str | None:
+    """The name of a router's scale or of those of experts; None for other tensors."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)", name)
+    roles = {"scale": "ffn_gate_inp", "per_expert_scale": "ffn_down_exps"}
+    return match and f"blk.{match[1]}.{roles[match[2]]}.scale"
+
+
+def with_ending(name: str) -> str:
+    """A name with the ending that the converter adds to Gemma 4's stacks of experts and factors of layers."""
+    return name + ".weight" * name.endswith(("layer_scalar", ".experts.gate_up_proj", ".experts.down_proj"))
 
 
 def apart(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -286,20 +305,34 @@ def rope_metadata(config: Any) -> tuple[Metadata, Tensors]:
             found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
             lists = {"long": rope["long_factor"], "short": rope["short_factor"]}
             return found, {f"rope_factors_{key}.weight": np.float32(each) for key, each in lists.items()}
-    if kind == "llama3":
-        return found, {"rope_freqs.weight": llama3_divisors(rope, head_dim(config))}
-    return found, {}
+    return found, divisors(config, rope)
+
+
+def divisors(config: Any, rope: dict[str, Any]) -> Tensors:
+    """The tensor of divisors of frequencies that some kinds of rope have."""
+    if rope["rope_type"] == "llama3":
+        return {"rope_freqs.weight": llama3_divisors(rope, head_dim(config))}
+    if rope["rope_type"] == "proportional":
+        size = config.per_layer_config["full_attention"].head_dim
+        return {"rope_freqs.weight": proportional_divisors(rope["partial_rotary_factor"], size)}
+    return {}
 
 
 def llama3_divisors(rope: dict[str, Any], size: int) -> np.ndarray[Any, Any]:
-    divisors = []
+    found = []
     for pair in range(size // 2):
         wavelength = 2 * math.pi * rope["rope_theta"] ** (2 * pair / size)
         turns = rope["original_max_position_embeddings"] / wavelength
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
-        divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return np.array(divisors, dtype=np.float32)
+        found.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(found, dtype=np.float32)
+
+
+def proportional_divisors(part: float, size: int) -> np.ndarray[Any, Any]:
+    """Divisors by which the pairs that are not rotated have hardly any frequency."""
+    pairs, rotated = size // 2, int(size * part / 2)
+    return np.array([1.0] * rotated + [1e30] * (pairs - rotated), dtype=np.float32)
 
 
 def special(config: Any) -> Metadata:
@@ -321,6 +354,8 @@ def special(config: Any) -> Metadata:
         }
     if kind == "gemma3_text":
         return {"attention.sliding_window": window} if any(windowed) else {}
+    if kind == "gemma4_text":
+        return gemma4(config, windowed)
     if kind == "phi3":
         return {"attention.sliding_window": window or 0}
     if kind == "mistral":
@@ -330,6 +365,32 @@ def special(config: Any) -> Metadata:
     if kind in ("olmo3", "exaone4") and window:
         return {"attention.sliding_window": window, "attention.sliding_window_pattern": windowed}
     return {}
+
+
+def gemma4(config: Any, windowed: list[bool]) -> Metadata:
+    """Keys of layers with a window end in `_swa`; what differs from layer to layer is a list."""
+    full, shared = config.per_layer_config["full_attention"], config.num_kv_shared_layers
+    found = {
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": windowed,
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
+    }
+    for suffix, size in (("", full.head_dim), ("_swa", config.head_dim)):
+        found |= {f"attention.{each}_length{suffix}": size for each in ("key", "value")}
+        found[f"rope.dimension_count{suffix}"] = size
+    if config.final_logit_softcapping:
+        found["final_logit_softcapping"] = config.final_logit_softcapping
+    if full.num_key_value_heads != config.num_key_value_heads:
+        heads = {True: config.num_key_value_heads, False: full.num_key_value_heads}
+        found["attention.head_count_kv"] = [heads[each] for each in windowed]
+    if config.use_double_wide_mlp:
+        own, feed = config.num_hidden_layers - shared, config.intermediate_size
+        found["feed_forward_length"] = [feed] * own + [2 * feed] * shared
+    if config.enable_moe_block:
+        found |= {"expert_count": config.num_experts, "expert_used_count": config.top_k_experts}
+        found["expert_feed_forward_length"] = config.moe_intermediate_size
+    return found
 
 
 def write_gguf(
@@ -350,8 +411,9 @@ def write_gguf(
     found = {}
     for name, values in tensors.items():
         its_kind = next((each for end, each in (kinds or {}).items() if name.endswith(end)), kind)
-        its_kind = its_kind if values.ndim == 2 or (values.ndim == 3 and its_kind is Kind.MXFP4) else Kind.F32
-        raw = encoded(values, its_kind, rng, most=2e-4)
+        its_kind = its_kind if values.ndim > 1 else Kind.F32
+        raw = encoded(values.reshape(-1, values.shape[-1]), its_kind, rng, most=2e-4)
+        raw = raw.reshape(*values.shape[:-1], -1)
         writer.add_tensor(name, raw, raw_dtype=its_kind)
         if (origin := origins.get(name)) is not None:
             back = gguf.quants.dequantize(raw, its_kind)

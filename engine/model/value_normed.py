@@ -5,13 +5,13 @@ Next to read: network/mixers/attention.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.engine.model.roles import Fused
 from headrace.engine.model.spec import Attention, DecoderSpec, Paged
 
-__all__ = ["ValueNormedAttention", "has_normed_values"]
+__all__ = ["ValueNormedAttention", "has_normed_values", "with_sources"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,22 @@ class ValueNormedAttention(Attention):
         left_out += [] if self.source is None else ["k", "k_norm", "v"]
         found = {name: _without(fused, left_out) for name, fused in Attention.parameters(self, hidden_size).items()}
         return {name: fused for name, fused in found.items() if fused.parts}
+
+
+def with_sources(mixers: Sequence[ValueNormedAttention], own: int) -> list[ValueNormedAttention] | None:
+    """Return the mixers of a model whose last layers read what the last layer of their window before them stores.
+
+    Args:
+        mixers: The mixers of all layers, each with keys and values of its own.
+        own: Number of first layers that keep them.
+
+    Returns:
+        The mixers, or None where a layer from `own` on finds no earlier one of its window.
+    """
+    sources = {mixer.window: layer for layer, mixer in enumerate(mixers[:own])}
+    if any(mixer.window not in sources for mixer in mixers[own:]):
+        return None
+    return [*mixers[:own], *(replace(mixer, source=sources[mixer.window]) for mixer in mixers[own:])]
 
 
 def has_normed_values(spec: DecoderSpec) -> bool:

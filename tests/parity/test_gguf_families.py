@@ -71,6 +71,33 @@ FACTORS = {
 LARGEST = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "query_pre_attn_scalar": 8}
 """Of the largest Gemmas, whose scores are divided by the root of the hidden size shared out, 8, not of a head's."""
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+GEMMA4: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 96,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": WINDOW,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 300.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
+LARGE_GEMMA4 = {
+    **GEMMA4,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "final_logit_softcapping": 2.0,
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
+SMALL_GEMMA4 = {
+    **GEMMA4,
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 10,
+}
 EXPERTS = {"num_experts_per_tok": 2, "intermediate_size": 24, "tie_word_embeddings": False}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False, "attention_bias": True}),
@@ -110,6 +137,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3, largest": ("gemma3_text", {**LARGEST, "num_hidden_layers": 62}),
+    "gemma4": ("gemma4_text", LARGE_GEMMA4),
+    "gemma4, experts": ("gemma4_text", LARGE_GEMMA4 | GEMMA4_EXPERTS),
+    "gemma4, small": ("gemma4_text", SMALL_GEMMA4),
     "phi-3, window": ("phi3", {"sliding_window": WINDOW}),
     "phi-3, longrope": ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 32}),
     "phi-4-mini": (
@@ -284,6 +314,10 @@ def halves_swapped(rows: Any) -> Any:
     return np.roll(rows, len(rows) // 2, axis=0)
 
 
+def gates_swapped(stack: Any) -> Any:
+    return np.roll(stack, stack.shape[1] // 2, axis=1)
+
+
 def corrections(_metadata: Metadata, tensors: Tensors) -> None:
     for name in tensors:
         if name.endswith("exp_probs_b.bias"):
@@ -315,6 +349,22 @@ MISTAKES: list[tuple[str, str, Edit]] = [
     ("gemma3", "pattern by layer", changed(attention__sliding_window_pattern=[False] + [True] * 6)),
     ("gemma3", "base of windows", changed(rope__freq_base_swa=None)),
     ("gemma3", "factor", changed(rope__scaling__factor=1.0)),
+    ("gemma4", "norm and 1", moved("attn_norm.weight", lambda norm: norm + 1)),
+    ("gemma4", "no divisors", moved("rope_freqs.weight", np.ones_like)),
+    ("gemma4", "base", changed(rope__freq_base=50.0)),
+    ("gemma4", "base of windows", changed(rope__freq_base_swa=None)),
+    ("gemma4", "window", changed(attention__sliding_window=WINDOW + 1)),
+    ("gemma4", "bound of logits", changed(final_logit_softcapping=None)),
+    ("gemma4", "factor of a layer", moved("layer_output_scale.weight", np.ones_like)),
+    ("gemma4, experts", "experts of a token", changed(expert_used_count=3)),
+    ("gemma4, experts", "scale of the router", moved("ffn_gate_inp.scale", np.ones_like)),
+    ("gemma4, experts", "scales of experts", moved("ffn_down_exps.scale", np.ones_like)),
+    ("gemma4, experts", "ups above gates", moved("ffn_gate_up_exps.weight", gates_swapped)),
+    ("gemma4, experts", "norms exchanged", exchanged("post_ffw_norm_1", "post_ffw_norm_2")),
+    ("gemma4, experts", "norm of the dense feed", exchanged("ffn_norm", "pre_ffw_norm_2")),
+    ("gemma4, small", "embeddings of layers", moved("per_layer_token_embd.weight", np.negative)),
+    ("gemma4, small", "product of embeddings", moved("per_layer_model_proj.weight", np.negative)),
+    ("gemma4, small", "norms exchanged", exchanged("post_norm", "post_ffw_norm")),
     ("phi-3, window", "window", changed(attention__sliding_window=0)),
     ("phi-3, window", "ups above gates", moved("ffn_up.weight", halves_swapped)),
     ("phi-3, window", "keys above queries", moved("attn_qkv.weight", halves_swapped)),
@@ -392,12 +442,12 @@ def test_missing_and_left_over_tensors_are_named(case: str, tmp_path: Path) -> N
     write_gguf(model, path, lambda _metadata, tensors: tensors.update({left_over: np.ones(4, dtype=np.float32)}))
     assert refused(path).field == left_over
     for missing in names:
-        if not missing.endswith("weight") or missing.split(".")[0] in ("output", "rope_freqs", "token_embd"):
+        if missing.endswith("bias") or missing.split(".")[0] in ("output", "rope_freqs", "token_embd"):
             continue  # what a file may lack, or what decides the vocabulary
         write_gguf(model, path, lambda _metadata, tensors: tensors.pop(missing))  # noqa: B023
         error = refused(path)
         named = missing.removesuffix(".weight")  # behind which an expert's number may follow
-        assert (error.field or "").startswith(f"{named}.") and "missing" in str(error), missing
+        assert f"{error.field}.".startswith(f"{named}.") and "missing" in str(error), missing
 
 
 def refused(path: Path) -> ModelRejected:
@@ -413,7 +463,7 @@ def test_keys_that_nobody_reads_are_named(case: str, tmp_path: Path) -> None:
     architecture = ARCHITECTURES[CASES[case][0]]
     write_gguf(model, path, changed(attention__temperature_scale=0.5))
     assert refused(path).field == f"{architecture}.attention.temperature_scale"
-    if "num_experts_per_tok" not in CASES[case][1]:
+    if not CASES[case][1].keys() & {"num_experts_per_tok", "num_experts"}:
         write_gguf(model, path, changed(expert_count=4))
         assert (refused(path).field or "").startswith(f"{architecture}.expert_")
 
@@ -425,6 +475,25 @@ def test_keys_that_nobody_reads_are_named(case: str, tmp_path: Path) -> None:
         ("gemma2", changed(attn_logit_softcapping=0.0), "gemma2.attn_logit_softcapping"),
         ("gemma3", changed(attention__sliding_window_pattern=[True] * 6), "gemma3.attention.sliding_window_pattern"),
         ("gemma3", changed(final_logit_softcapping=3.0), "gemma3.final_logit_softcapping"),
+        ("gemma4", changed(attention__sliding_window_pattern=[True] * 3), "gemma4.attention.sliding_window_pattern"),
+        ("gemma4", changed(attention__sliding_window_pattern=None), "gemma4.attention.sliding_window_pattern"),
+        ("gemma4", changed(attention__sliding_window=None), "gemma4.attention.sliding_window"),
+        ("gemma4", changed(attention__head_count_kv=[1, 2]), "gemma4.attention.head_count_kv"),
+        ("gemma4", changed(attention__head_count_kv=[1, 2, 2]), "gemma4.attention.head_count_kv"),
+        ("gemma4", changed(attention__key_length_swa=None), "gemma4.attention.key_length_swa"),
+        ("gemma4", changed(attention__value_length_swa=24), "gemma4.attention.value_length_swa"),
+        ("gemma4", changed(rope__dimension_count_swa=8), "gemma4.rope.dimension_count_swa"),
+        ("gemma4", changed(rope__scaling__type="linear"), "gemma4.rope.scaling.type"),
+        ("gemma4", lambda _, tensors: tensors.pop("rope_freqs.weight"), "rope_freqs.weight"),
+        ("gemma4, small", changed(attention__shared_kv_layers=3), "gemma4.attention.shared_kv_layers"),
+        ("gemma4, small", changed(attention__shared_kv_layers=5), "gemma4.attention.shared_kv_layers"),
+        ("gemma4, small", changed(feed_forward_length=[112, 112, 0, 112, 112]), "gemma4.feed_forward_length"),
+        ("gemma4, experts", changed(expert_feed_forward_length=None), "gemma4.expert_feed_forward_length"),
+        (
+            "gemma4, experts",
+            moved("ffn_gate_up_exps.weight", lambda each: each[:, 1:]),
+            "blk.0.ffn_gate_up_exps.weight",
+        ),
         ("glm4", changed(rope__dimension_count=11), "glm4.rope.dimension_count"),
         ("glm4", changed(nextn_predict_layers=1), "glm4.nextn_predict_layers"),
         ("glm, experts", changed(expert_gating_func=1), "glm4moe.expert_gating_func"),
@@ -454,6 +523,24 @@ MIXED = {"attn_v.weight": Kind.Q6_K, "ffn_down.weight": Kind.Q6_K, "token_embd.w
 QUANTISED: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 64, "sliding_window": WINDOW},
     "gemma3_text": {"query_pre_attn_scalar": 64, "sliding_window": WINDOW},
+    "gemma4_text, experts": {
+        **LARGE_GEMMA4,
+        **GEMMA4_EXPERTS,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_experts": 3,
+        "moe_intermediate_size": 256,
+    },
+    "gemma4_text, small": {
+        **GEMMA4,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 256,
+    },
     "phi3": {"rope_parameters": {**HALF, "rope_theta": 500.0}, "sliding_window": WINDOW},
     "glm4": {"rope_parameters": HALF},
     "granite": FACTORS,
@@ -466,12 +553,12 @@ QUANTISED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("kind", "kinds"), [(Kind.Q8_0, {}), (Kind.Q4_K, MIXED)], ids=["Q8_0", "Q4_K"])
-@pytest.mark.parametrize("model_type", QUANTISED)
+@pytest.mark.parametrize("case", QUANTISED)
 def test_quantised_files_are_the_dequantised_model(
-    model_type: str, kind: Kind, kinds: dict[str, Kind], tmp_path: Path
+    case: str, kind: Kind, kinds: dict[str, Kind], tmp_path: Path
 ) -> None:
     """Logits are those of the model with the dequantised weights, and a device that keeps blocks has the same ones."""
-    model = random_model(model_type, **(WIDE | QUANTISED[model_type]))
+    model = random_model(case.partition(",")[0], **(WIDE | QUANTISED[case]))
     dequantised = write_gguf(model, tmp_path / "tiny.gguf", kind=kind, kinds=kinds)
     missing, unexpected = model.load_state_dict(dequantised, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"} and (not missing or model.config.tie_word_embeddings)
@@ -536,12 +623,39 @@ def with_a_layer_behind(metadata: Metadata, tensors: Tensors) -> None:
     tensors["blk.3.nextn.enorm.weight"] = np.ones(64, dtype=np.float32)
 
 
+def with_keys_of_all_layers(_metadata: Metadata, tensors: Tensors) -> None:
+    """Those of layers that read the keys and values of earlier ones, which published checkpoints have, too."""
+    for role in ("attn_k", "attn_v", "attn_k_norm"):
+        for layer, source in ((3, 1), (4, 2)):
+            tensors[f"blk.{layer}.{role}.weight"] = -tensors[f"blk.{source}.{role}.weight"]
+
+
+def gates_apart(_metadata: Metadata, tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.endswith("gate_up_exps.weight")]:
+        for role, half in zip(("gate", "up"), np.split(tensors.pop(name), 2, axis=1), strict=True):
+            tensors[name.replace("gate_up", role)] = np.ascontiguousarray(half)
+
+
+def gates_joined(_metadata: Metadata, tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.endswith("gate_exps.weight")]:
+        both = [tensors.pop(name.replace("gate", role)) for role in ("gate", "up")]
+        tensors[name.replace("gate", "gate_up")] = np.concatenate(both, axis=1)
+
+
 @pytest.mark.parametrize(
     ("case", "edit"),
-    [("qwen2, experts", squeezed), ("ernie, experts", squeezed), ("glm, experts", with_a_layer_behind)],
+    [
+        ("qwen2, experts", squeezed),
+        ("ernie, experts", squeezed),
+        ("glm, experts", with_a_layer_behind),
+        ("glm, experts", gates_joined),
+        ("gemma4, experts", gates_apart),
+        ("gemma4, small", with_keys_of_all_layers),
+    ],
 )
 def test_files_of_other_converters_hold_the_same_model(case: str, edit: Edit, tmp_path: Path) -> None:
-    """Older ones left out dimensions of size 1; some leave out layers that predict further tokens, and some do not."""
+    """Older ones left out dimensions of size 1; some leave out layers that predict further tokens or keys that nobody
+    reads, and some do not; gates of experts may stand apart from ups or above them."""
     model, sequences, expected = reference(case)
     write_gguf(model, tmp_path / "tiny.gguf", edit)
     for wanted, found in zip(expected, found_logits(tmp_path / "tiny.gguf", sequences), strict=True):

@@ -17,13 +17,14 @@ from headrace.engine.model.experts import ExpertsBesideDense
 from headrace.engine.model.families.experts.reading import read_routing
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gemma2 import GEMMA_NAMES, cap_of, embedding_scale, gemma_feed, rounded_root
+from headrace.engine.model.families.gemma4_gguf import GEMMA4_KEYS, from_header
 from headrace.engine.model.families.hf import HfConfig
 from headrace.engine.model.families.sizes import check_heads
 from headrace.engine.model.roles import Names
 from headrace.engine.model.rope import Proportional, Rope
 from headrace.engine.model.spec import LIMITS, DecoderSpec, DenseFeed, LayerSpec
 from headrace.engine.model.tail import LayerTail, PerLayerEmbedding
-from headrace.engine.model.value_normed import ValueNormedAttention
+from headrace.engine.model.value_normed import ValueNormedAttention, with_sources
 
 __all__ = ["GEMMA4", "GEMMA4_NAMES", "GEMMA4_UNIFIED"]
 
@@ -64,15 +65,11 @@ def _from_config(config: HfConfig) -> DecoderSpec:
     windows, shared = _windows(config), _shared(config)
     own = config.num_layers - shared
     attentions = _attentions(config)
-    sources = {window: layer for layer, window in enumerate(windows[:own])}  # the last of each kind
     norms, tail = config.norms(placement="both"), LayerTail(_own_size(config))
-    layers = []
-    for layer, window in enumerate(windows):
-        if layer >= own and window not in sources:
-            config.refuse("num_kv_shared_layers", "a layer of each type before those that share keys and values")
-        mixer = replace(attentions[window is not None], window=window)
-        mixer = mixer if layer < own else replace(mixer, source=sources[window])
-        layers.append(LayerSpec(mixer, _feed(config, shares=layer >= own), norms, tail))
+    mixers = with_sources([replace(attentions[window is not None], window=window) for window in windows], own)
+    if mixers is None:
+        config.refuse("num_kv_shared_layers", "a layer of each type before those that share keys and values")
+    layers = [LayerSpec(mixer, _feed(config, shares=layer >= own), norms, tail) for layer, mixer in enumerate(mixers)]
     ropes = [
         _rope(config, attentions[False], _FULL, _FULL_ROPE),
         _rope(config, attentions[True], _SLIDING, _SLIDING_ROPE),
@@ -225,6 +222,9 @@ GEMMA4 = Family(
     heeds=_HEEDED | {"enable_moe_block", "hidden_size_per_layer_input", "num_experts"},
     unread=_UNREAD,
     headless="Gemma4TextModel",
+    gguf="gemma4",
+    from_header=from_header,
+    gguf_heeds=GEMMA4_KEYS,
 )
 
 GEMMA4_UNIFIED = Family(

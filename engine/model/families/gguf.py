@@ -146,25 +146,37 @@ class GgufHeader(Fields):
         roles = {**names.roles, "gate_up": names.roles["up"]}
         return replace(names, roles=roles, joined={**names.joined, "gate_up": ("gate", "up")})
 
-    def attention(self, *, partly_rotated: bool = False) -> Attention:
+    def sizes(self, short: str, limit: int) -> tuple[int, ...]:
+        """Return a size of each layer, which the file gives as one number for all of them or as a list."""
+        field, count = self.key(short), self.num_layers
+        given = self.data.get(field)
+        if not isinstance(given, list):
+            return (self.size(field, limit),) * count
+        if len(given) != count or not all(type(each) is int and 1 <= each <= limit for each in given):
+            self.refuse(field, f"{count} integers from 1 to {limit}, one for each layer")
+        return tuple(given)
+
+    def attention(self, *, partly_rotated: bool = False, kv_heads: int | None = None, suffix: str = "") -> Attention:
         """Return full attention in the sizes of the metadata, with the biases for which the file has tensors.
 
         Args:
             partly_rotated: Whether the architecture may rotate a part of each head alone.
+            kv_heads: Number of key heads, of an architecture whose layers may differ in it; None for the metadata's.
+            suffix: End of the keys that give the size of a head, where some layers have keys of their own for that.
         """
         heads = self.size(self.key("attention.head_count"), LIMITS["num_heads"])
-        kv_field, head_field = self.key("attention.head_count_kv"), self.key("attention.key_length")
+        kv_field, head_field = self.key("attention.head_count_kv"), self.key(f"attention.key_length{suffix}")
         attention = Attention(
             heads=heads,
-            kv_heads=self.size(kv_field, LIMITS["num_kv_heads"], heads),
+            kv_heads=kv_heads or self.size(kv_field, LIMITS["num_kv_heads"], heads),
             head_dim=head_size(self, head_field, None, self.hidden_size, heads),
             qkv_bias="blk.0.attn_q.bias" in self.shapes or "blk.0.attn_qkv.bias" in self.shapes,
             o_bias="blk.0.attn_output.bias" in self.shapes,
         )
         for short in ("rope.dimension_count", "attention.value_length"):
-            is_free = partly_rotated and short == "rope.dimension_count"
-            if not is_free and self.data.get(self.key(short), attention.head_dim) != attention.head_dim:
-                self.refuse(self.key(short), f"the head size, {attention.head_dim}")
+            is_free, field = partly_rotated and short == "rope.dimension_count", self.key(short + suffix)
+            if not is_free and self.data.get(field, attention.head_dim) != attention.head_dim:
+                self.refuse(field, f"the head size, {attention.head_dim}")
         if partly_rotated:
             attention = replace(attention, rotary_dim=self._rotary_dim(attention.head_dim))
         return check_heads(attention, self.origin, kv_field, head_field)
