@@ -19,6 +19,7 @@ __all__ = [
     "as_transformers",
     "byte_metadata",
     "folder",
+    "gemma4_metadata",
     "piece_metadata",
     "pieces",
     "sequence",
@@ -112,6 +113,27 @@ def piece_metadata(**changes: Any) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
         "unknown_token_id": 0,
+    } | changes
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+def gemma4_metadata(**changes: Any) -> dict[str, Any]:
+    """As llama.cpp's converter writes it: pieces with merges of their own, in an order that no score gives."""
+    words = ["▁", "▁▁", *"helowrd\n", "\n\n", "he", "ll", "llo", "hell", "hello", "▁w", "▁wo", "or", "▁wor"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>", "<|tool_response>"]
+    tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+    fields = {
+        "model": "gemma4",
+        "tokens": tokens + words,
+        "scores": [-1000.0] * (len(tokens) + len(words)),
+        "token_type": [3] * 4 + [3, 4] + [6] * 256 + [1] * len(words),
+        "merges": ["▁ ▁", "\n \n", "l l", "ll o", "h e", "he ll", "hell o", "▁ w", "▁w o", "▁w or", "o r"],
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "unknown_token_id": 3,
+        "padding_token_id": 0,
+        "add_space_prefix": False,
+        "add_bos_token": True,
     } | changes
     return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
 

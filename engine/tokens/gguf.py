@@ -28,6 +28,9 @@ __all__ = [
 _PREFIX: Final = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
+_GEMMA4: Final = "gemma4"
+_GEMMA4_ENDS: Final = ("<eos>", "<turn|>", "<|tool_response>")
+"""Tokens that end a completion of Gemma 4, whose files name one of them; llama.cpp knows them by their text, too."""
 
 _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -153,7 +156,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufBackend:
         ModelRejected: A field is missing, damaged, out of range, or names an unknown kind.
     """
     kind = metadata.get(_PREFIX + "model")
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, _GEMMA4: _gemma4}
     if not isinstance(kind, str) or kind not in builders:
         raise _rejected("model", f"must be one of {', '.join(builders)}", kind)
     vocabulary = _read_vocabulary(metadata)
@@ -173,8 +176,10 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> GgufBackend:
 
 def gguf_eos_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Return the ids that end a completion: end of sequence, of turn and of message."""
-    size = len(metadata[_PREFIX + "tokens"])
-    return [index for key in _END_KEYS if (index := _id(metadata, key, size)) is not None]
+    tokens = metadata[_PREFIX + "tokens"]
+    found = [index for key in _END_KEYS if (index := _id(metadata, key, len(tokens))) is not None]
+    ends = _GEMMA4_ENDS if metadata.get(_PREFIX + "model") == _GEMMA4 else ()
+    return [*found, *(tokens.index(end) for end in ends if end in tokens)]
 
 
 def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
@@ -184,11 +189,8 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
     pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre is None:
         raise _rejected("pre", f"unknown pre-tokenizer; known are {', '.join(PRE_TOKENIZERS)}", name)
-    merges = _strings(metadata, "merges")
-    pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
-    if not all(" " in merge for merge in merges):
-        raise _rejected("merges", "each must be two tokens with a space between", None)
-    core = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=pairs, ignore_merges=pre.whole_words))
+    merges = _merges(metadata)
+    core = Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=pre.whole_words))
     if pre.nfc:
         core.normalizer = normalizers.NFC()
     parts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.digits else []
@@ -201,8 +203,19 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
     return core
 
 
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    merges = _strings(metadata, "merges")
+    if not all(" " in merge for merge in merges):
+        raise _rejected("merges", "each must be two tokens with a space between", None)
+    return [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
+
+
+def _gemma4(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
+    """Return the tokenizer of Gemma 4: pieces of SentencePiece that are merged by the merges of the file."""
+    return _of_pieces(metadata, vocabulary, _merges(metadata), prefix=False)
+
+
 def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
-    from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers.tokenization_utils_base import generate_merges
 
     scores = metadata.get(_PREFIX + "scores")
@@ -218,6 +231,22 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
     merges = generate_merges(
         vocabulary.ids, dict(zip(vocabulary.tokens, map(float, scores), strict=True)), skip_tokens=closed
     )
+    return _of_pieces(metadata, vocabulary, merges, prefix=True)
+
+
+def _of_pieces(
+    metadata: Mapping[str, Any], vocabulary: _Vocabulary, merges: list[tuple[str, str]], *, prefix: bool
+) -> Any:
+    """Return a tokenizer in whose tokens "▁" stands for a space, and which spells out bytes that no token has.
+
+    Args:
+        metadata: The file's metadata.
+        vocabulary: Its tokens.
+        merges: Pairs of tokens that become one, in order.
+        prefix: Whether a space is put before a text unless the file says otherwise.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
     unknown = _id(metadata, "unknown_token_id", len(vocabulary.tokens))
     core = Tokenizer(
         models.BPE(
@@ -228,7 +257,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Any:
             byte_fallback=True,
         )
     )
-    prefix = _flag(metadata, "add_space_prefix", default=True)
+    prefix = _flag(metadata, "add_space_prefix", default=prefix)
     spaces: list[Any] = [normalizers.Prepend("▁")] if prefix else []
     core.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
     strip: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []

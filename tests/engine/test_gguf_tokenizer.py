@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_files import as_transformers, byte_metadata, piece_metadata, pieces, text_of, tokens_of
+from tokenizer_files import (
+    as_transformers,
+    byte_metadata,
+    gemma4_metadata,
+    piece_metadata,
+    pieces,
+    text_of,
+    tokens_of,
+)
 
 from headrace.engine.errors import ModelRejected
 from headrace.engine.tokens.gguf import build_gguf_tokenizer
@@ -68,6 +76,29 @@ def test_the_file_says_what_is_added(changes: dict[str, Any], expected: list[str
 def test_a_space_at_the_start_is_kept_without_a_space_prefix() -> None:
     tokenizer = Tokenizer.from_gguf(piece_metadata(add_space_prefix=False))
     assert tokenizer.decode(tokenizer.encode(" hello")) == " hello"
+
+
+# --- Gemma 4's vocabulary
+
+
+@pytest.mark.parametrize("text", ["hello world", "  hello\n\n\nwor", "é🙂 or", " ", "hell<turn|>owl"])
+def test_gemma_4_has_the_ids_of_its_class_in_transformers(text: str) -> None:
+    from transformers import GemmaTokenizer
+
+    metadata = gemma4_metadata()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    special: Any = {"additional_special_tokens": ["<turn|>", "<|tool_response>"]}
+    theirs = GemmaTokenizer({token: index for index, token in enumerate(tokens)}, merges, **special)
+    ours = Tokenizer.from_gguf(metadata)
+    assert ours.encode(text) == [2, *theirs.encode(text, add_special_tokens=False)]
+    assert ours.decode(ours.encode(text, framed=False)) == text.replace("<turn|>", "")
+
+
+def test_every_end_of_gemma_4_ends_a_completion() -> None:
+    """Converted files name one, `<eos>` or `<turn|>`."""
+    assert set(Tokenizer.from_gguf(gemma4_metadata()).eos_ids) == {1, 4, 5}
+    assert set(Tokenizer.from_gguf(gemma4_metadata(eos_token_id=4)).eos_ids) == {1, 4, 5}
 
 
 # --- GGUF fields
@@ -163,6 +194,7 @@ def test_damaged_metadata_names_the_field(changes: dict[str, Any], field: str) -
         byte_metadata(bos_token_id=97, padding_token_id=98, unknown_token_id=97),
         piece_metadata(),
         piece_metadata(padding_token_id=40, token_type=None),
+        gemma4_metadata(),
     ],
 )
 def test_special_tokens_are_those_that_transformers_would_know(metadata: dict[str, Any]) -> None:
