@@ -99,7 +99,6 @@ def model_class(described: Mapping[str, object]) -> ModelClass:
     if has_other_code(described, [name for name in _names(family) if isinstance(name, str)]):
         refuse(_ORIGIN, "auto_map", described["auto_map"], "models that need no code of their own")
     config = _read(described)
-    _check_unread(described, config)
     _check(config)
     _check_layers(config)
     named = described.get("architectures")
@@ -107,6 +106,7 @@ def model_class(described: Mapping[str, object]) -> ModelClass:
         kind = mapping.get(type(config), None)
         if isinstance(kind, type) and (named is None or named == [kind.__name__]):
             _check_class(kind)
+            _check_unread(described, config)
             return ModelClass(kind, config, has_head)
     refuse(_ORIGIN, "architectures", named, "one causal language model, or one without its head")
 
