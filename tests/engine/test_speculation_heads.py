@@ -171,11 +171,12 @@ def test_turns_and_forks_carry_what_a_head_has_read(
     always_deep(monkeypatch)
     drafts = recorded(monkeypatch)
     assert anyio.run(lambda: run(speculation=speculation)) == alone
-    filled = [(ask.work.request.tokens[: ask.length], each) for ask, each in drafts if each]
+    filled = [(ask.work.request, ask.length, each) for ask, each in drafts if each]
     assert len(filled) == len(drafts) > 50
-    right = [
-        each == head.drafts(states_of(reference, tokens, layers), tokens[1:], len(each)) for tokens, each in filled[::4]
-    ]
+    right = []
+    for request, length, each in filled[::4]:
+        states = states_of(reference, request.tokens[:length], layers)
+        right.append(each == head.drafts(states, request.tokens[1:length], len(each), request.asked.sampling))
     assert sum(right) >= 0.92 * len(right)
 
 
