@@ -27,11 +27,10 @@ from headrace.engine.life.opened import Opened
 from headrace.engine.life.progress import Watcher, watched
 from headrace.engine.life.serving import Parts, Serving
 from headrace.engine.scheduling.memory.host_pages import HostPages
-from headrace.engine.scheduling.plan import FixedDepths
 from headrace.engine.scheduling.policies import policy_of
 from headrace.engine.scheduling.runner_memory import Swapping
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.speculation.counts import Speculation
+from headrace.engine.scheduling.speculation.counts import FixedDepths, Speculation
 from headrace.engine.steps.flights import Flights
 from headrace.engine.steps.hooks import HookThread
 from headrace.engine.steps.loop import StepLoop

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from headrace.engine.errors import PromptTooLong, RequestFailed
 from headrace.engine.events import FinishReason
@@ -22,7 +22,6 @@ __all__ = [
     "Ability",
     "Capacity",
     "Emission",
-    "FixedDepths",
     "GivenTokens",
     "NewRow",
     "Committed",
@@ -299,16 +298,4 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Return the device's memory and join its threads; every launched step has been waited for."""
-        ...
-
-
-@runtime_checkable
-class FixedDepths(Protocol):
-    """A runner that computes as many drafts for each row of a step, in one of a few depths, as graphs on a GPU do."""
-
-    def draft_depths(self, rows: int) -> Sequence[int]:
-        """Return the depths that steps of `rows` decodes have if they verify drafts, in rising order.
-
-        A step runs at the smallest that has room for the most drafts of its rows, or at the largest if none has.
-        """
         ...

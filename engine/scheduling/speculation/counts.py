@@ -5,13 +5,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.speculation.depth import DepthRule
 
-__all__ = ["Speculation"]
+__all__ = ["FixedDepths", "Speculation"]
+
+
+@runtime_checkable
+class FixedDepths(Protocol):
+    """A runner that computes as many drafts for each row of a step, in one of a few depths, as graphs on a GPU do."""
+
+    def draft_depths(self, rows: int) -> Sequence[int]:
+        """Return the depths that steps of `rows` decodes have if they verify drafts, in rising order.
+
+        A step runs at the smallest that has room for the most drafts of its rows, or at the largest if none has.
+        """
+        ...
 
 
 class Speculation:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from simulation.rig import Rig, capacity
 
-from headrace.engine.scheduling.plan import FixedDepths, StepPlan
+from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.result import StepResult
-from headrace.engine.scheduling.speculation.counts import Speculation
+from headrace.engine.scheduling.speculation.counts import FixedDepths, Speculation
 from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.scheduling.speculation.measured import DraftRates, StepTimes
 
