@@ -326,7 +326,10 @@ def test_a_module_that_comes_with_the_model_drafts(tmp_path: Path, monkeypatch: 
 
 
 @native
-def test_a_head_comes_back_after_sleep(model: Path, alone: list[Any], tmp_path: Path) -> None:
+def test_a_head_comes_back_after_sleep(
+    model: Path, alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_deep(monkeypatch)
     torch.manual_seed(3)
     speculation = Eagle(fit(Eagle3Head()).write(tmp_path / "head"))
 
