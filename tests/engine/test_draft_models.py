@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from draft_heads import chosen
-from drafting_engines import small_folder, talk
+from drafting_engines import always_deep, small_folder, talk
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -110,10 +110,6 @@ def alone(model: Path) -> list[Any]:
             return told(await ask_all(engine))
 
     return anyio.run(run)
-
-
-def always_deep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DepthRule, "choose", lambda self, rows, context: self._most)
 
 
 def random_depths(monkeypatch: pytest.MonkeyPatch, zero: float = 0.3) -> None:

@@ -7,10 +7,11 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import anyio
+import pytest
 import torch
+from drafting_engines import always_deep
 from gpu.checkpoints import kv_bytes
 from gpu.conftest import Zoo
 from gpu.driving import at_rest, draw, open_engine, together
@@ -19,7 +20,6 @@ from gpu.quantised import dense_twin
 from gpu.wearing import make
 
 from headrace.engine import Engine, ResponseFormat, SamplingParams
-from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.speculation import Ngram
 from headrace.ops.quantise import Method
 
@@ -77,7 +77,8 @@ def check_composition(zoo: Zoo, device: str, judge_on: str, method: Method, root
             assert engine.stats().drafted_tokens > 0
             await at_rest(engine)
 
-    with mock.patch.object(DepthRule, "choose", lambda rule, rows, context: rule._most):  # never 0
+    with pytest.MonkeyPatch.context() as patch:
+        always_deep(patch)
         for run in (in_one, swapped, drafted):
             anyio.run(run)
 
