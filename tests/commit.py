@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 
-__all__ = ["chosen", "head"]
+__all__ = ["chosen", "head", "left_out"]
 
 
 def head(folder: Path) -> str:
@@ -24,3 +25,19 @@ def head(folder: Path) -> str:
 def chosen(names: Sequence[str], count: int, commit: str) -> list[str]:
     """`count` of `names`, whatever their order; another commit, as good as surely, chooses others."""
     return sorted(names, key=lambda name: sha256(f"{commit} {name}".encode()).digest())[:count]
+
+
+def left_out(cases: Iterable[tuple[str, int]], commit: str) -> set[str]:
+    """The names of cases that this commit does not test.
+
+    `cases` are names such as "file.py::test[case]", each with the N of a test that runs one of N of its cases, rounded
+    up. A test that is asked for with one case alone runs it.
+    """
+    tests: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for name, share in cases:
+        tests[name.partition("[")[0], share].append(name)
+    return {
+        name
+        for (_, share), names in tests.items()
+        for name in set(names).difference(chosen(names, -(-len(names) // share), commit))
+    }

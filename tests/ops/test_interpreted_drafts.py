@@ -139,17 +139,17 @@ for trial, (depth, size) in enumerate([(1, 3), (4, 9), (3, 2), (4, 60), (2, 4), 
 assert guessed > 20, guessed
 
 # For benchmarks, a share of drafts is right whatever is chosen.
-rows, lines = torch.arange(400).int(), 3
-made = inputs(400 * lines)
-made.positions_B.copy_(torch.arange(400).repeat_interleave(lines) + torch.arange(lines).repeat(400))
+rows, lines = torch.arange(150).int(), 3
+made = inputs(150 * lines)
+made.positions_B.copy_(torch.arange(150).repeat_interleave(lines) + torch.arange(lines).repeat(150))
 state = SimpleNamespace(
-    pool=torch.zeros(401, 500, dtype=torch.int32), lengths=torch.arange(401).int(), stopped=torch.zeros(401).int(),
-    runs=torch.zeros(400, lines + 2, dtype=torch.int32), seeds=torch.from_numpy(draw.integers(0, 1 << 60, 401)),
+    pool=torch.zeros(151, 500, dtype=torch.int32), lengths=torch.arange(151).int(), stopped=torch.zeros(151).int(),
+    runs=torch.zeros(150, lines + 2, dtype=torch.int32), seeds=torch.from_numpy(draw.integers(0, 1 << 60, 151)),
 )
-kernels._accept_kernel[(400,)](
-    torch.zeros(400 * lines, 1), words(400 * lines, 1), rows, rows.repeat_interleave(lines), made.tokens_B,
-    made.positions_B, state.pool, state.lengths, torch.full((401, 32), -1, dtype=torch.int32), state.stopped,
-    state.runs, state.seeds, torch.tensor([0.7, 0.5]), 500, 1, 400, 500,
+kernels._accept_kernel[(150,)](
+    torch.zeros(150 * lines, 1), words(150 * lines, 1), rows, rows.repeat_interleave(lines), made.tokens_B,
+    made.positions_B, state.pool, state.lengths, torch.full((151, 32), -1, dtype=torch.int32), state.stopped,
+    state.runs, state.seeds, torch.tensor([0.7, 0.5]), 500, 1, 150, 500,
     LINES=lines, PARTS=1, STOPS=32, HEAD=2, RATES=True,
 )
 gained = state.runs[:, 1]

@@ -322,6 +322,7 @@ def test_an_engine_takes_the_pages_that_fit_beside_all_else(zoo: Zoo, gpu: Gpu) 
     anyio.run(run)
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("attention", ["fused", "fa2", "xqa", "even"])
 def test_scales_of_an_8_bit_cache_are_those_of_the_checkpoint(zoo: Zoo, gpu: Gpu, attention: str) -> None:
     outputs = anyio.run(scaled_outputs, zoo, "cuda", attention)
@@ -425,6 +426,7 @@ def test_weights_come_back_to_where_they_were_or_not_at_all(gpu: Gpu) -> None:
 # -- what only some rows ask ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize(("launch_ahead", "room"), [(1, "chunked and preempted"), (2, "room")])
 def test_rows_with_options_are_those_of_the_cpu_beside_rows_that_ask_nothing(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, launch_ahead: int, room: str
@@ -750,6 +752,7 @@ def check_outcomes(
 TOP = Sampling(temperature=1.0, top_k=5, seed=9)
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("kernel", ["prefill: FlashInfer", "_choose_kernel", "_prepare_kernel"])
 @pytest.mark.parametrize(("skip", "launch_ahead"), [(0, 1), (1, 4)])
 def test_a_step_without_memory_is_tried_again(zoo: Zoo, gpu: Gpu, kernel: str, launch_ahead: int, skip: int) -> None:

@@ -55,6 +55,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.rotated(3)
 def test_prefixes_are_found_and_a_sleep_changes_nothing(zoo: Zoo, judges: Callable[[str], Judge], family: str) -> None:
     prompts = [draw(length, length) for length in (90, 33)]
 
@@ -79,6 +80,7 @@ def test_prefixes_are_found_and_a_sleep_changes_nothing(zoo: Zoo, judges: Callab
     judges(family).check(outputs, f"{family}: found prefixes, sleeps")
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("swaps", [False, True])
 def test_chunks_beside_decodes_and_pages_that_run_out(
     zoo: Zoo, judges: Callable[[str], Judge], family: str, swaps: bool
@@ -102,6 +104,7 @@ def test_chunks_beside_decodes_and_pages_that_run_out(
     judges(family).check(outputs, f"{family}: chunks and preemption")
 
 
+@pytest.mark.rotated(3)
 def test_tokens_do_not_depend_on_how_pages_come_and_go(zoo: Zoo, family: str) -> None:
     with emulated():
         opened = opened_on(zoo, "cuda", family)
@@ -256,6 +259,7 @@ def check_drafts(folder: Path, judge: Judge, pages: int, swap: int, monkeypatch:
     judge.check([Output(each.prompt_token_ids, each.choices[0].token_ids) for each in found], what)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize(("pages", "swap"), [(0, 0), (16, 0), (16, 200)], ids=["roomy", "short of pages", "swapped"])
 def test_drafts_change_nothing(
     zoo: Zoo,

@@ -18,6 +18,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return Zoo(tmp_path_factory.mktemp("checkpoints"), "cpu")
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("method", ["fp8", "int4"])
 def test_a_gpu_gives_the_tokens_of_the_dequantised_model(zoo: Zoo, method: Method, tmp_path: Path) -> None:
     with emulated() as gpu:
@@ -32,6 +33,7 @@ def test_a_cpu_gives_the_tokens_of_the_dequantised_model(zoo: Zoo, tmp_path: Pat
     check_quantise(zoo, "cpu", "cpu", "int8", tmp_path)
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize(("method", "family"), [("int8", "llama 3"), ("fp8", "smollm2")])
 def test_a_gpu_multiplies_by_codes_of_a_head(method: Method, family: str, zoo: Zoo, tmp_path: Path) -> None:
     with emulated() as gpu:
@@ -55,12 +57,14 @@ EMULATED = (
 )  # fmt: skip
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("name", EMULATED)
 def test_a_gpu_reads_quantised_checkpoints(name: str, tmp_path: Path) -> None:
     with emulated():
         check_checkpoint(name, "cuda", "cpu", tmp_path)
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_gpu_reads_embeddings_and_head_from_codes(tied: bool, tmp_path: Path) -> None:
     with emulated() as gpu:

@@ -33,6 +33,7 @@ def answers(folder: Path) -> list[list[int]]:
         return anyio.run(run)
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("name", ["compressed mixture", "gptq v2 in an order"])
 def test_answers_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
     state = write_checkpoint(tmp_path / "quantised", CASES[name])

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 """Checkpoint, least depth and options; "exact" has the same logits whatever is computed beside them."""
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_change_nothing(case: str, gpu: Gpu, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     name, least, more = CASES[case]
@@ -78,6 +79,7 @@ def test_drafts_change_nothing(case: str, gpu: Gpu, zoo: Zoo, monkeypatch: pytes
         same_answers(found, plain, rounded=name != "exact")
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("asked", [SAMPLED, FILTERED], ids=["sampled", "filtered"])
 @pytest.mark.parametrize("ahead", [1, 4, 8])
 def test_lines_that_are_chosen_for_at_once(
@@ -170,6 +172,7 @@ def test_a_way_that_cannot_see_drafts_is_refused(gpu: Gpu, zoo: Zoo) -> None:
         run(zoo.folder("exact"), "cuda", decode_attention="fused", **SPECULATING)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("ahead", [1, 2, 8])
 def test_no_option_notices_drafts(

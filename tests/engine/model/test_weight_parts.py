@@ -146,6 +146,7 @@ def test_quantised_checkpoints(name: str, quantised: dict[str, Path], monkeypatc
         assert formats(info)["feed-forward"] == {"int4-g32-zeros", "bfloat16"}
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_gpu_says_what_it_keeps(
