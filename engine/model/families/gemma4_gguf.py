@@ -92,7 +92,7 @@ def from_header(header: GgufHeader) -> DecoderSpec:
 def _cap(header: GgufHeader) -> float | None:
     """Return the bound of the logits; None for none."""
     field = header.key(_CAP)
-    return None if header.data.get(field) in (None, 0) else header.real(field, 1e-3, 1e6)
+    return None if header.lacks(field) else header.real(field, 1e-3, 1e6)
 
 
 def _windows(header: GgufHeader) -> tuple[int | None, ...]:
@@ -106,13 +106,13 @@ def _windows(header: GgufHeader) -> tuple[int | None, ...]:
 def _shared(header: GgufHeader) -> int:
     """Return the number of last layers that have no keys and values of their own."""
     field = header.key(_SHARED)
-    return 0 if header.data.get(field) in (None, 0) else header.size(field, header.num_layers - 1)
+    return 0 if header.lacks(field) else header.size(field, header.num_layers - 1)
 
 
 def _own_size(header: GgufHeader) -> int | None:
     """Return the size of the embeddings that each layer has for itself; None for models without."""
     field = header.key(_OWN_SIZE)
-    return None if header.data.get(field) in (None, 0) else header.size(field, LIMITS["hidden_size"])
+    return None if header.lacks(field) else header.size(field, LIMITS["hidden_size"])
 
 
 def _attentions(header: GgufHeader, windows: Sequence[int | None]) -> dict[bool, ValueNormedAttention]:
@@ -134,7 +134,7 @@ def _attentions(header: GgufHeader, windows: Sequence[int | None]) -> dict[bool,
 
 def _feed(header: GgufHeader, size: int) -> DenseFeed | ExpertsBesideDense:
     dense = DenseFeed(size, bias="blk.0.ffn_down.bias" in header.shapes, activation="gelu_tanh")
-    if header.data.get(header.key("expert_count")) in (None, 0):
+    if header.lacks(header.key("expert_count")):
         return dense
     experts = experts_in_gguf(header, renormalise=True)
     return ExpertsBesideDense(experts.routing, experts.size, "gelu_tanh", dense=dense)

@@ -117,6 +117,10 @@ class GgufHeader(Fields):
         """Return the metadata's name of a key of the architecture."""
         return f"{self.name}.{short}"
 
+    def lacks(self, field: str, default: int | None = None) -> bool:
+        """Return whether a key is 0, or is absent and `default`, which then counts, is 0 or None."""
+        return self.data.get(field, default) in (None, 0)
+
     @property
     def num_layers(self) -> int:
         """Number of layers."""
@@ -200,7 +204,7 @@ class GgufHeader(Fields):
     def window(self, default: int | None = None) -> int | None:
         """Return the attention window, which is `default` where the key is absent, and None where it is 0."""
         field = self.key("attention.sliding_window")
-        if self.data.get(field, default) in (None, 0):
+        if self.lacks(field, default):
             return None
         return self.size(field, LIMITS["max_context"], default)
 

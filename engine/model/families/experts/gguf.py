@@ -77,7 +77,7 @@ def shared_in_gguf(header: GgufHeader, feed: ExpertsFeed, *, by_count: bool = Fa
         by_count: Whether the file gives the number of shared experts, each as wide as the others, and not a width.
     """
     key = header.key("expert_shared_count" if by_count else "expert_shared_feed_forward_length")
-    if header.data.get(key) in (None, 0):
+    if header.lacks(key):
         return None
     size = feed.size * header.size(key, MOST_SHARED) if by_count else header.size(key, LIMITS["ffn_size"])
     dims = _dims(header, "ffn_gate_inp_shexp.weight")
