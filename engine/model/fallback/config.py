@@ -19,7 +19,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.fallback.values import check_values, refuse_field, told
 from headrace.engine.model.families.own_code import has_other_code
-from headrace.engine.model.families.unread import refuse_unread, says_nothing
+from headrace.engine.model.families.unread import ABSENT, refuse_unread, says_nothing
 from headrace.engine.model.spec import LIMITS
 
 __all__ = ["FOUND_IN", "ModelClass", "knows", "model_class"]
@@ -49,7 +49,6 @@ _NOT_SHAPES: Final = (
     "transformers_weights",
 )
 """Beginnings of fields that say nothing of a model: they choose implementations, some of them the hub's, and files."""
-_ABSENT: Final[tuple[object, ...]] = (None, False, 0, [], {}, "")
 _REFUSED: Final[Mapping[str, str]] = {
     "quantization_config": "weights that are not quantised, where transformers' own module runs the model",
     "is_encoder_decoder": "models without an encoder",
@@ -91,7 +90,7 @@ def model_class(described: Mapping[str, object]) -> ModelClass:
             the error names the field.
     """
     for field, supported in _REFUSED.items():
-        if described.get(field) not in _ABSENT:
+        if described.get(field) not in ABSENT:
             refuse(_ORIGIN, field, described[field], supported)
     family = described.get("model_type")
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
@@ -147,7 +146,7 @@ def _check_unread(described: Mapping[str, object], config: PreTrainedConfig) -> 
 def _check(config: PreTrainedConfig) -> None:
     """Refuse what the configuration's class sets where the file does not."""
     for field in ("is_encoder_decoder", "add_cross_attention", "num_kv_shared_layers", "alibi"):
-        if getattr(config, field, None) not in _ABSENT:
+        if getattr(config, field, None) not in ABSENT:
             refuse(_ORIGIN, field, getattr(config, field), _REFUSED[field])
     if config.get_text_config() is not config:
         refuse(_ORIGIN, "model_type", config.model_type, "models of text alone, where they have no native code")

@@ -13,7 +13,7 @@ from typing import Final
 
 from headrace.adapters.untrusted import refuse
 
-__all__ = ["FieldsRead", "refuse_unread", "says_nothing"]
+__all__ = ["ABSENT", "FieldsRead", "refuse_unread", "says_nothing"]
 
 _HARMLESS: Final = frozenset(
     """
@@ -58,7 +58,8 @@ _USUAL: Final[Mapping[str, object]] = {
     "scale_attn_weights": True,
 }
 """Fields of early configs, with the value that says what all models do that have them."""
-_ABSENT: Final[tuple[object, ...]] = (None, False, 0, "", [], {})
+ABSENT: Final[tuple[object, ...]] = (None, False, 0, "", [], {})
+"""Values of a field that say as much as if it were not there."""
 
 
 class FieldsRead(Mapping[str, object]):
@@ -93,7 +94,7 @@ def says_nothing(name: str, value: object) -> bool:
     """Return whether a field that is not read leaves what a model computes as it is."""
     if name in _USUAL and value == _USUAL[name]:
         return True
-    return value in _ABSENT or name in _HARMLESS or _HARMLESS_NAMES.fullmatch(name) is not None
+    return value in ABSENT or name in _HARMLESS or _HARMLESS_NAMES.fullmatch(name) is not None
 
 
 def refuse_unread(
