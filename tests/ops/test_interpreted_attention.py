@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from commit import chosen, head
+from interpreting import interpret
 
 pytest.importorskip("triton")
 
@@ -273,10 +272,4 @@ OTHERS = ["gpt-oss, full", "gemma 2", "phi-2", "pythia", "falcon"]
 def test_kernels_of_attention_take_bounds_sinks_windows_and_heads_of_any_size() -> None:
     """Decodes and prefills of several rows, whose pages are anywhere, and behind whose last token is something else."""
     names = [*ALWAYS, *(OTHERS if EVERYTHING else chosen(OTHERS, 3, head(Path(__file__).parent)))]
-    tests = str(Path(__file__).parents[1])
-    path = os.pathsep.join((tests, os.environ.get("PYTHONPATH", "")))
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-c", SCRIPT, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == names
+    assert interpret(SCRIPT, *names) == names

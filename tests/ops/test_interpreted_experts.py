@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from commit import chosen, head
+from interpreting import interpret
 from stored_codes import FORMATS, label
 
 pytest.importorskip("triton")
@@ -223,10 +222,5 @@ def some_formats() -> list[str]:
 @pytest.mark.parametrize(("part", "lines"), [("choices", 7), ("dense", 7), ("codes", 2)])
 def test_kernels_of_experts_compute_what_route_and_loops_do(part: str, lines: int) -> None:
     """Choices and their lists, dense experts, and experts in codes, in a process each."""
-    tests = str(Path(__file__).parents[1])
-    path = os.pathsep.join((tests, os.environ.get("PYTHONPATH", "")))
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-c", SCRIPT, part, "usual" if EVERYTHING else "wide", *some_formats()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) >= lines
+    found = interpret(SCRIPT, part, "usual" if EVERYTHING else "wide", *some_formats())
+    assert len(found) >= lines

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from interpreting import interpret
 
 pytest.importorskip("triton")
 
@@ -166,9 +162,4 @@ check_shares()
 
 
 def test_kernels_compute_latent_attention() -> None:
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join((str(tests), *filter(None, [os.environ.get("PYTHONPATH")])))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
-    assert not done.returncode, done.stderr[-3000:]
-    assert done.stdout.split() == ["3", "18", "5"]
+    assert interpret(SCRIPT) == ["3", "18", "5"]
