@@ -143,6 +143,7 @@ LATENT_CONFIG = {
 }  # fmt: skip
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_so_have_models_with_latent_vectors_in_the_cache(dtype: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LATENT_CONFIG))

@@ -61,6 +61,7 @@ def alone(model: Path, gpu: Gpu) -> Answers:
     return anyio.run(run)
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("drafter", ["told", "n-gram", "draft model"])
 def test_drafts_change_no_token(
@@ -106,6 +107,7 @@ def test_right_drafts_of_a_formatted_row_save_steps(model: Path, gpu: Gpu, monke
     assert accepted > 30 and few < many * 0.7
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("least", [4, 0], ids=["deep", "any depth"])
 def test_what_a_gpu_is_tested_with(least: int, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_formats(Zoo(tmp_path, "cuda").folder("speaking"), "cuda", least, monkeypatch)

@@ -70,6 +70,7 @@ def alone(model: Path, gpu: Gpu) -> list[Any]:
     return anyio.run(run)
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize(
     ("name", "way"), [("EAGLE", "roomy"), ("EAGLE-3", "roomy"), ("EAGLE-3", "short of pages"),
                       ("EAGLE-3", "swapped"), ("Medusa", "roomy")]
@@ -225,6 +226,7 @@ def test_heads_that_do_not_fit_into_the_pages_are_refused(model: Path, gpu: Gpu,
         anyio.run(run)
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("name", ["EAGLE-3", "Medusa"])
 def test_heads_of_a_model_with_several_pools_of_pages(
     name: str, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

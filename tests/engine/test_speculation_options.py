@@ -83,6 +83,7 @@ def oracle(alone: Answers, wrong: float) -> Oracle:
     return made
 
 
+@pytest.mark.rotated(2)
 @native
 @pytest.mark.parametrize("ahead", range(1, 9))
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0], ids=["right", "mostly right", "wrong"])

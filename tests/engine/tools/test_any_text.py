@@ -214,6 +214,7 @@ HUGE = {
 }
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("name", HUGE)
 def test_huge_texts_one_character_at_a_time_take_seconds_and_little_memory(name: str) -> None:
     tools, text = HUGE[name]
