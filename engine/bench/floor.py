@@ -78,10 +78,16 @@ class Cost:
     """Weights of the experts' products among `linear_params`."""
     chosen: float = 1.0
     """Share of the experts that a token chooses."""
+    experts: int = 0
+    """Experts of a layer that tokens choose from; 0 without experts."""
 
     def read_share(self, tokens: int) -> float:
         """Return the share of the experts that so many tokens may be expected to choose."""
         return 1.0 - (1.0 - self.chosen) ** tokens
+
+    def expected_experts(self, tokens: int) -> float:
+        """Return the distinct experts of a layer that so many tokens may be expected to choose, as the floor counts."""
+        return self.experts * self.read_share(tokens)
 
     def _read(self, tokens: int) -> float:
         """Return the bytes of weights that a step of so many tokens reads."""
@@ -151,6 +157,7 @@ def cost_of(spec: DecoderSpec, *, weight_bytes: int, kv_size: float, expert_byte
         expert_bytes=expert_bytes,
         expert_params=sum(size for part, size in products if part.expert is not None),
         chosen=1.0 if routing is None else routing.top_k / routing.experts,
+        experts=0 if routing is None else routing.experts,
     )
 
 

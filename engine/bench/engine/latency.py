@@ -114,7 +114,8 @@ async def _run(
             floor = prefill[0] * prefill[1] / subject.cost.prefill_seconds([prefill[1]] * prefill[0], subject.speed)
             data["prefill"] = {"shape": prefill, "tokens_per_second": rates, "floor_tokens_per_second": floor}
             _print_prefill(data["prefill"])
-        columns = _COLUMNS if other is None else (*_COLUMNS, other.name, "ratio")
+        columns = (*_COLUMNS, *([_EXPECTED] if subject.cost.experts else []))
+        columns = columns if other is None else (*columns, other.name, "ratio")
         show("decode step, ms", columns, [_row(each) for each in figures], data, json_path)
         if profile:
             data["profile"] = {each["batch"]: await _profiled(subject, each, context, steps, asked) for each in figures}
@@ -122,6 +123,8 @@ async def _run(
 
 
 _COLUMNS = ("batch", "median", "p10 to p90", "tok/s", "floor", "% of floor")
+_EXPECTED = "experts of a layer, expected of all"
+"""What the floor reads of a mixture of experts: by independent choices, and not what a step was seen to choose."""
 
 
 def _print_prefill(figures: dict[str, Any]) -> None:
@@ -140,6 +143,8 @@ def _row(figure: dict[str, Any]) -> list[str]:
         f"{floor:.3f}",
         f"{100 * floor / step:.0f}",
     ]
+    if "expected_experts" in figure:
+        cells.append(f"{figure['expected_experts']:.1f} of {figure['experts']}")
     if "peer_step_ms" in figure:
         theirs = figure["peer_step_ms"]
         ratios = [its / ours for its, ours in zip(theirs, figure["medians_ms"], strict=True)]
@@ -195,6 +200,8 @@ class _Measure:
             "mean_context": reached,
             "floor_ms": 1000 * subject.cost.decode_seconds([reached] * batch, subject.speed),
         }
+        if subject.cost.experts:
+            figure |= {"expected_experts": subject.cost.expected_experts(batch), "experts": subject.cost.experts}
         return figure | ({"peer_step_ms": theirs[1:]} if self._other else {})
 
     def _peer_step(self, other: Peer, batch: int, context: int, steps: int) -> float:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import expert_models
 import pytest
 import tiny_models
 from typer.testing import CliRunner
@@ -70,7 +71,25 @@ def test_latency(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(found["prefill"]["tokens_per_second"]) == 2
     assert found["profile"]["3"]["host_us"]["plan"]["p50"] > 0
     printed = capsys.readouterr().out
+    assert "expected" not in printed, "the model has no experts"
     assert "decode step, ms" in printed and "prefill, tok/s" in printed and "batch 3: host" in printed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_latency_of_experts_says_how_many_the_floor_expects(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = expert_models.expert_folder(tmp_path / "experts", num_experts=8, num_experts_per_tok=2)
+    target = Target(model=str(folder), device="cpu", kv_memory="2MiB")
+    latency.run(
+        target, batches=[1, 3], context=40, steps=8, prefill=None, repeats=1, peer=None, profile=False,
+        json_path=str(out),
+    )  # fmt: skip
+    found = read(out)["decode"]
+    assert [figure["experts"] for figure in found] == [8, 8]
+    assert [figure["expected_experts"] for figure in found] == pytest.approx([2.0, 8 * (1 - 0.75**3)])
+    printed = capsys.readouterr().out
+    assert "2.0 of 8" in printed and "4.6 of 8" in printed and "expected" in printed
 
 
 def test_latency_of_rows_with_options(target: Target, out: Path) -> None:
