@@ -25,7 +25,7 @@ _CLASSES = (
     ("experts", r"expert|router"),
     (
         "product",
-        r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|linear|vector_kernel|coded_|to_codes|gather_inputs|matmul",
+        r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|linear|vector_kernel|coded_|to_codes|gather_inputs|matmul|many_rows|scaled_tiles",
     ),
     ("norm, rope, silu, embedding", r"norm|rope|rotary|silu|activate|act_and_mul|embed|vectorized_gather|indexselect"),
     (

@@ -26,7 +26,7 @@ from headrace.ops.cuda.products.coded_vector import MAX_ROWS, coded_vector_linea
 from headrace.ops.cuda.products.even_linear import EvenLinear
 from headrace.ops.cuda.products.linear import LinearScratch
 from headrace.ops.cuda.products.registry import ProductRoom, WeightShape, resolve
-from headrace.ops.cuda.products.scaled import to_codes
+from headrace.ops.cuda.products.scaled.inputs import to_codes
 from headrace.ops.cuda.products.unpacked import unpack
 from headrace.ops.formats import Format
 from headrace.ops.quantised import Fp8, IntGroups

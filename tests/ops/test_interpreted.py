@@ -35,11 +35,12 @@ from headrace.ops.cuda.products.gathered import gather
 from headrace.ops.cuda.products.linear import LinearScratch
 from headrace.ops.cuda.products.packed import Products
 from headrace.ops.cuda.products.registry import ProductRoom
-from headrace.ops.cuda.products.scaled import to_codes
+from headrace.ops.cuda.products.scaled.inputs import to_codes, to_codes_of_groups
+from headrace.ops.cuda.products.scaled.tiles import ScaledTiling, scaled_tiles_linear
 from headrace.ops.cuda.products.unpacked import unpack
 from headrace.ops.formats import Stored
 from headrace.ops.gguf_formats import GgufBlocks
-from headrace.ops.quantised import IntGroups
+from headrace.ops.quantised import Fp8, IntGroups
 
 teach()
 torch.manual_seed(0)
@@ -112,7 +113,27 @@ for number, format in enumerate(FORMATS):
         product_NO = rounded.double() @ codes.codes_OB.view(torch.float8_e4m3fn).double().T * scales * codes.scales
         truth = x.double() @ dense.T
         assert (product_NO - truth).abs().max() < 0.15 * truth.abs().max()  # the interpreter rounds to 8 bits badly
+    if codes.kind.codes == E4M3 and codes.kind.group:  # whose last group and last block are partial
+        for rows, how in ((5, ScaledTiling(16, 32, 4, 2)), (37, ScaledTiling(16, 64, 4, 2))):
+            x, out = torch.randn(rows, size_in).bfloat16(), torch.full((rows, 80), torch.nan)[:, :72]
+            x *= torch.tensor([1e-3, 1, 100])[torch.arange(size_in) // 128]
+            rounded = to_codes_of_groups(x)
+            truth_GN = torch.stack([part.abs().amax(1) for part in x.float().split(128, 1)]) / 448
+            assert torch.equal(rounded.scales_GN[:, :rows], truth_GN)
+            spread = truth_GN.T.repeat_interleave(128, 1)[:, :size_in]
+            values = (x.float() / spread).to(torch.float8_e4m3fn).double() * spread
+            scaled_tiles_linear(rounded, codes, out, how)
+            truth = values @ dense.T
+            assert ((out - truth).abs().amax(1) / truth.abs().amax(1)).max() < 3e-6, rows
+            assert (x.double() @ dense.T - truth).norm() < 0.05 * truth.norm()
     print(label(format), flush=True)
+
+if kinds == "several":  # scales of whole blocks, which the launch that rounds an input lays out for cuBLAS
+    blocks = random_weight(Fp8((128, 128)), 384, 640)
+    codes = codes_of(in_codes(blocks, torch.bfloat16))
+    assert codes.kind.blocks
+    laid_out = to_codes_of_groups(torch.randn(3, 640).bfloat16(), codes.scales, 384)
+    assert torch.equal(laid_out.blocks_LG, blocks.parts["scale"]) and len(laid_out.codes_NI) == 4
 
 if kinds == "several":  # weights of three kinds, one above the other, as an engine multiplies by them
     sys.modules.update({name: each for name, each in modules().items() if name.startswith("flashinfer")})

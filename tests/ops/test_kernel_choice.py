@@ -246,10 +246,51 @@ def test_codes_are_multiplied_by_the_ring_where_it_takes_them_and_by_tiles_elsew
     assert resolved.kernels["gated"].at(64) is not None and resolved.kernels["gated"].at(8192) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "arch", "plain", "gated"),
+    [
+        (Kind(E4M3, 128, blocks=True), "sm_90", "scaled blocks", None),
+        (Kind(E4M3, 128, blocks=True), "sm_89", "scaled tiles", None),
+        (Kind(E4M3, 128), "sm_89", "scaled tiles", None),
+        (Kind(E4M3, 128), "sm_120", "scaled tiles", None),
+        (Kind(E4M3, 128), "sm_86", "unpacked", None),
+        (Kind(E4M3), "sm_90", "scaled", None),
+        (Kind(E4M3), "sm_89", "unpacked", None),
+        (Kind(E4M3, 64), "sm_89", "unpacked", None),
+    ],
+)
+def test_floats_are_multiplied_as_floats_of_8_bits_where_the_gpu_can(
+    kind: Kind, arch: str, plain: str, gated: str | None
+) -> None:
+    """Of more than 64 rows, whatever their number; logits stay with the weight's numbers."""
+    shape = WeightShape(4096, 4096, 128, kind=kind)
+    chosen = resolve(coded(kind), Arch.named(arch), shape).kernels
+    for rows in (65, 128, 200, 2048, 8192):
+        assert chosen["plain"][rows].name == f"{plain}, {kind.name}"
+        found = chosen["gated"].at(rows)
+        assert (found and found.name) == (gated and f"{gated}, {kind.name}")
+        assert "scaled" not in chosen["logits"][rows].name
+    assert "scaled" not in chosen["plain"][64].name
+
+
+@pytest.mark.parametrize(
+    ("kind", "size_in"), [(Kind(E4M3, 128), 4096), (Kind(E4M3, 128, blocks=True), 768), (Kind(E4M3, 64), 4096)]
+)
+def test_blocks_that_cublas_refuses_stay_with_numbers_of_16_bits_on_hopper(kind: Kind, size_in: int) -> None:
+    """Triton's products of 8-bit floats are slower there."""
+    chosen = resolve(coded(kind), Arch.named("sm_90"), WeightShape(4096, size_in, 128, kind=kind)).kernels
+    for rows, way in ((70, "even in passes"), (256, "many rows"), (8192, "unpacked")):
+        assert chosen["plain"][rows].name == f"{way}, {kind.name}"
+    assert chosen["gated"].at(256) is not None
+
+
 def test_what_kernels_for_codes_refuse_is_said_in_words() -> None:
-    def refusals(kind: Kind, **changed: Any) -> dict[str, str]:
+    def refusals(kind: Kind, fusion: Fusion = "gated", **changed: Any) -> dict[str, str]:
         weight = CODED._replace(kind=kind, **changed)
-        return {each.name.split(",")[0]: str(each.refuses(HOPPER, weight, "gated")) for each in coded(kind)}
+        return {each.name.split(",")[0]: str(each.refuses(HOPPER, weight, fusion)) for each in coded(kind)}
+
+    def refused(kind: Kind, **changed: Any) -> dict[str, str]:
+        return refusals(kind, "plain", **changed)
 
     minima = Kind(INT5, 32, minima=True)
     assert refusals(minima)["even"].endswith("for 32, 64 or 128 inputs, not int5-g32-minima")
@@ -260,6 +301,9 @@ def test_what_kernels_for_codes_refuse_is_said_in_words() -> None:
     assert "multiples of 128" in refusals(zeros, size_out=2 * 1000)["many rows"]  # zero points of ups at byte 1,000
     assert refusals(zeros, size_out=2 * 960)["many rows"] == "None"
     assert "96 inputs" in refusals(zeros, size_in=96)["many rows"]
+    assert refused(zeros)["scaled tiles"] == "multiplies by fp8-g128-blocks and fp8-g128, not int4-g32-zeros"
+    assert refused(Kind(E4M3, 128))["scaled blocks"] == "multiplies by fp8-g128-blocks, not fp8-g128"
+    assert "multiples of 512" in refused(Kind(E4M3, 128, blocks=True), size_in=768)["scaled blocks"]
     ordered = Kind(INT4, 32, ordered=True)
     (even,) = (each for each in coded(ordered) if each.name.startswith("even, "))
     assert even.name == "even, int4-g32-ordered" and not even.has_updates

@@ -508,6 +508,9 @@ def cases(arch: str, *, everything: bool) -> Iterator[tuple[str, Callable[[Chip,
     floats = Chip(arch, MODELS[USUAL], codes=CodeLayout(Kind(E4M3), torch.float32))
     for tokens in (1, 40, 2048) if everything else (1, 128):
         yield f"fp8, prefill of {tokens}", prefill, floats, tokens
+    blocks = Chip(arch, MODELS[USUAL], codes=CodeLayout(Kind(E4M3, 128, blocks=True), torch.float32))
+    for tokens in (65, 2048) if everything else (128,):
+        yield f"fp8 in blocks, prefill of {tokens}", prefill, blocks, tokens
     for layout in layouts(arch):
         chip = Chip(arch, MODELS[USUAL], codes=layout)
         for rows in (1, 4, 16, 17, 64, 128) if everything else (1, 64, 128):
@@ -593,7 +596,7 @@ def test_kernels_of_triton_compile_and_fit(arch: str, part: int, tmp_path: Path)
     if EVERYTHING or arch not in ALWAYS:
         return
     assert kernels >= {"_unpack_kernel", "_read_rows_kernel", "_coded_vector_kernel", "_coded_tiles_kernel"}
-    assert kernels >= {"_expert_tiles_kernel", "_coded_expert_tiles_kernel", "_expert_up_kernel", "_expert_down_kernel"}
+    assert kernels >= {"_expert_tiles_kernel", "_expert_up_kernel", "_expert_down_kernel", "_route_few_kernel"}
     assert kernels >= {"_split_decode_kernel", "_grouped_attention_kernel"}
     assert kernels >= {
         "_store_latents_kernel",
@@ -602,6 +605,7 @@ def test_kernels_of_triton_compile_and_fit(arch: str, part: int, tmp_path: Path)
         "_latent_prefill_kernel",
     }
     assert "_to_codes_kernel" in kernels or not chip.arch.has("wgmma")
+    assert "_to_codes_of_groups_kernel" in kernels or not chip.arch.has("fp8")
     assert len(kernels) >= 30 or arch not in ALL_KERNELS, kernels
 
 
@@ -692,9 +696,8 @@ def compile_with_nvcc(arch: str, part: int, tmp_path: Path) -> None:
         sources = Path(importlib.import_module("headrace.ops.cuda.compiling.source").__file__ or "").parents[1] / "csrc"
     ffi = Path((importlib.util.find_spec("tvm_ffi") or pytest.fail("needs apache-tvm-ffi")).origin or "").parent
     includes = [f"-I{folder}" for folder in (*toolkit.includes, ffi / "include", ffi / "3rdparty/dlpack/include")]
-    assert {name for name, _ in asked} >= (
-        {"even_decode", "even_linear", "expert_rows", "many_rows"} if arch == "sm_90" else {"even_decode"}
-    )
+    hoppers = {"even_decode", "even_linear", "expert_rows", "many_rows"}
+    assert {name for name, _ in asked} >= (hoppers if arch == "sm_90" else {"even_decode"})
     target = f"{arch.removeprefix('sm_')}a"
     for number, (name, sizes) in enumerate(part_of(asked, part)):
         macros = [f"-D{macro}={value}" for macro, value in sizes.items()]

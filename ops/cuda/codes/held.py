@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["kind_of", "kinds_of_pieces"]
 
 _FLOAT_GROUPS: Final = (32, 64, 128)
+_WHOLE_BLOCK: Final = (128, 128)
 _GROUPS: Final = (16, 32, 64, 128, 256, 512, 1024)
 _BLOCKS: Final = {
     Block.Q8_0: Kind(INT8, 32),
@@ -55,7 +56,7 @@ def kind_of(format: Format, shape: tuple[int, ...]) -> Kind | str:
     if isinstance(format, Stacked):
         return _kind_of_pieces(format, ins)
     if isinstance(format, Fp8):
-        return _kind_of_floats(format)
+        return _kind_of_floats(format, outs, ins)
     if isinstance(format, IntGroups):
         return _kind_of_integers(format, ins)
     if isinstance(format, GgufBlocks):
@@ -80,15 +81,25 @@ def kinds_of_pieces(format: Format, shape: tuple[int, ...]) -> list[tuple[Kind, 
         kind = kind_of(piece, (size, shape[-1]))
         if isinstance(kind, str):
             return []
-        if found and found[-1][0] == kind and not kind.ordered:
-            found[-1] = (kind, found[-1][1] + 1)
+        both = _of_both(found[-1][0], kind) if found else None
+        if both is not None and not kind.ordered:
+            found[-1] = (both, found[-1][1] + 1)
         else:
             found.append((kind, 1))
     return found
 
 
+def _of_both(one: Kind, other: Kind) -> Kind | None:
+    """Return the kind of two weights one above the other; None if these are of two kinds."""
+    if one == other:
+        return one
+    return one.in_lines if one.in_lines == other.in_lines else None
+
+
 def _kind_of_pieces(format: Stacked, ins: int) -> Kind | str:
     kinds = {kind_of(piece, (size, ins)) for piece, size in format.pieces}
+    if len(kinds) > 1:  # some of which may have whole blocks, while others do not
+        kinds = {kind.in_lines if isinstance(kind, Kind) else kind for kind in kinds}
     if len(kinds) > 1:
         return f"takes one format, not {format.name}"
     kind = kinds.pop()
@@ -97,13 +108,14 @@ def _kind_of_pieces(format: Stacked, ins: int) -> Kind | str:
     return kind
 
 
-def _kind_of_floats(format: Fp8) -> Kind | str:
+def _kind_of_floats(format: Fp8, outs: int, ins: int) -> Kind | str:
     if format.block is None:
         return Kind(E4M3)
     lines, columns = format.block
     if lines % LINES_OF_SCALE or columns not in _FLOAT_GROUPS:
         return f"takes blocks of multiples of 8 outputs and 32, 64 or 128 inputs, not {lines} x {columns}"
-    return Kind(E4M3, columns)
+    is_whole = format.block == _WHOLE_BLOCK and not outs % lines and not ins % columns
+    return Kind(E4M3, columns, blocks=is_whole)
 
 
 def _kind_of_integers(format: IntGroups, ins: int) -> Kind | str:

@@ -54,6 +54,8 @@ class Kind:
     scales: ScaleName = "plain"
     ordered: bool = False
     """Whether columns lie in an order of their own, in which the input has to be gathered."""
+    blocks: bool = False
+    """Whether each 128 outputs, from the first on, share their scales of 128 inputs, and are whole."""
 
     @property
     def name(self) -> str:
@@ -67,12 +69,18 @@ class Kind:
             + scales.get(self.scales, "-e4m3")
             + ("-divided" if self.scales == "e4m3 over" else "")
             + ("-ordered" if self.ordered else "")
+            + ("-blocks" if self.blocks else "")
         )
 
     @property
     def in_order(self) -> Kind:
         """The same kind with its columns in the order of the inputs."""
         return replace(self, ordered=False)
+
+    @property
+    def in_lines(self) -> Kind:
+        """The same kind for kernels that take each line's scales as they are."""
+        return replace(self, blocks=False)
 
     # --- codes
 

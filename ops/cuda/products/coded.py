@@ -3,7 +3,8 @@
 Up to 64 rows codes go through the ring of csrc/few_rows.cuh and become bf16 in registers. Where the ring lacks the GPU
 or refuses the weight, one or two rows are multiplied without tensor cores, and more by Triton's tiles. Some more than
 64 rows go through the ring in passes, and more by csrc/many_rows.cu. Prompts of many tokens, and what these refuse,
-multiply by a dense copy, made in slices. Imports no compiler.
+multiply by a dense copy, made in slices. Where weights are 8-bit floats, and the GPU multiplies these by each other,
+more than 64 rows are rounded to such floats, too. Imports no compiler.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from headrace.ops.cuda.codes.kinds import E4M3, Kind
 from headrace.ops.cuda.products.kernels import (
+    NOWHERE,
     WITH_BIAS,
     EvenHeadProducts,
     EvenProducts,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CodedTilesProducts", "CodedVectorProducts", "ManyRowsProducts", "OrderedProducts", "PassesProducts",
-    "ScaledProducts", "UnpackedProducts", "coded",
+    "ScaledBlocksProducts", "ScaledProducts", "ScaledTilesProducts", "UnpackedProducts", "coded",
 ]  # fmt: skip
 
 _EIGHT = 8
@@ -44,6 +46,9 @@ _LINE = 64
 """Inputs in 128 bytes, and gates whose constants begin at a multiple of 16 bytes in every kind of codes."""
 _VECTOR_ROWS, _TILE_ROWS = 8, 64
 """Most rows of coded_vector.py and coded_tiles.py, whatever a tuning says."""
+_FLOATS, _BLOCKS = Kind(E4M3), Kind(E4M3, 128, blocks=True)
+_FOUR_GROUPS = 512
+"""Inputs of four groups."""
 
 
 class _CodedProducts(KernelOfProducts):
@@ -113,7 +118,7 @@ class PassesProducts(EvenProducts):
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight again costs less than a dense copy of it."""
-        return arch.tuning.coded_pass_rows
+        return NOWHERE if _is_rounded(self.kind, arch, weight) else arch.tuning.coded_pass_rows
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the kernel of csrc/."""
@@ -126,7 +131,6 @@ class ManyRowsProducts(_CodedProducts):
     """Products of more than 64 rows that bring codes to tensor cores (many_rows.py), with the activation after."""
 
     way = "many rows"
-    source: ClassVar[str] = "many_rows"
     fuses = frozenset(("plain", "gated"))
     early = frozenset(("weights",))
 
@@ -144,7 +148,7 @@ class ManyRowsProducts(_CodedProducts):
 
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is not all the work."""
-        return arch.tuning.coded_many_rows
+        return NOWHERE if _is_rounded(self.kind, arch, weight) else arch.tuning.coded_many_rows
 
     def builds(self, *, updates: bool) -> Sequence[Callable[[], object]]:
         """Return the function that compiles the source; none for codes it refuses."""
@@ -162,7 +166,7 @@ class ManyRowsProducts(_CodedProducts):
 def _build_many_rows(macros: Mapping[str, int]) -> None:
     from headrace.ops.cuda.compiling.source import compiled
 
-    compiled(ManyRowsProducts.source, **macros)
+    compiled("many_rows", **macros)
 
 
 class UnpackedProducts(_CodedProducts):
@@ -184,7 +188,7 @@ class UnpackedProducts(_CodedProducts):
 
 
 class ScaledProducts(_CodedProducts):
-    """Products of 8-bit floats by 8-bit floats for many rows; activations are quantised row by row (scaled.py)."""
+    """Products of 8-bit floats by 8-bit floats for many rows; inputs are quantised row by row (scaled/inputs.py)."""
 
     way = "scaled"
     fuses = frozenset(("plain",))
@@ -195,7 +199,7 @@ class ScaledProducts(_CodedProducts):
         return arch.lacks("wgmma")
 
     def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
-        if self.kind != Kind(E4M3):
+        if self.kind != _FLOATS:
             return "multiplies by 8-bit floats with a scale for each output"
         sizes = (weight.size_out, weight.size_in)
         return f"takes multiples of 16 outputs and inputs, not {sizes}" if any(size % 16 for size in sizes) else None
@@ -209,6 +213,66 @@ class ScaledProducts(_CodedProducts):
         from headrace.ops.cuda.products.running import ScaledRun
 
         return ScaledRun(room, self)
+
+
+class ScaledBlocksProducts(_CodedProducts):
+    """Products of 8-bit floats in whole blocks by 8-bit floats for many rows; inputs are quantised in groups."""
+
+    way = "scaled blocks"
+    fuses = frozenset(("plain",))
+    overlaps = False
+
+    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return what the kernel misses: codes that it knows, bfloat16, or cuBLAS's products of blocks."""
+        return _beyond(self.kind, _BLOCKS) or lacks_bfloat16(dtype) or arch.lacks("wgmma")
+
+    def _misfit(self, weight: WeightShape, fusion: Fusion) -> str | None:
+        # Scales of so many inputs need no padding, of which versions of torch have different ideas.
+        return f"takes multiples of {_FOUR_GROUPS} inputs" if weight.size_in % _FOUR_GROUPS else None
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which reading the weight is not all the work."""
+        return range(arch.tuning.coded_rows.stop, ANY.stop)
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return torch's product behind a Triton kernel."""
+        from headrace.ops.cuda.products.running import ScaledBlocksRun
+
+        return ScaledBlocksRun(room, self)
+
+
+class ScaledTilesProducts(_CodedProducts):
+    """Products of 8-bit floats by 8-bit floats with scales of groups by Triton's tiles (scaled/tiles.py)."""
+
+    way = "scaled tiles"
+    fuses = frozenset(("plain",))
+
+    def lacks(self, arch: Arch, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Return what the kernel misses: codes that it knows, bfloat16, or 8-bit floats."""
+        return _beyond(self.kind, _BLOCKS, _BLOCKS.in_lines) or lacks_bfloat16(dtype) or arch.lacks("fp8")
+
+    def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
+        """Return the rows for which reading the weight is not all the work; on Hopper other kernels are faster."""
+        return NOWHERE if arch.has("wgmma") else range(arch.tuning.coded_rows.stop, ANY.stop)
+
+    def open(self, room: ProductRoom) -> ProductRun:
+        """Return Triton's kernels."""
+        from headrace.ops.cuda.products.running import ScaledTilesRun
+
+        return ScaledTilesRun(room, self)
+
+
+def _beyond(kind: Kind | None, *taken: Kind) -> str | None:
+    """Return why a kernel that takes some kinds of codes refuses another."""
+    names = " and ".join(each.name for each in taken)
+    return None if kind in taken else f"multiplies by {names}, not {kind.name if kind else 'dense weights'}"
+
+
+def _is_rounded(kind: Kind | None, arch: Arch, weight: WeightShape) -> bool:
+    """Return whether a product of more than 64 rows is one of cuBLAS's by 8-bit floats: with the activation in a kernel
+    of its own behind it, it is faster than kernels with the activation inside that multiply by numbers of 16 bits."""
+    scaled: tuple[ProductKernel, ...] = () if kind is None else (ScaledProducts(kind), ScaledBlocksProducts(kind))
+    return any(each.refuses(arch, weight, "plain") is None for each in scaled)
 
 
 class OrderedProducts:
@@ -262,5 +326,6 @@ def coded(kind: Kind) -> tuple[ProductKernel, ...]:
         return tuple(OrderedProducts(kind, inner) for inner in coded(kind.in_order))
     return (
         EvenHeadProducts(kind), EvenProducts(kind), CodedVectorProducts(kind), CodedTilesProducts(kind),
-        ScaledProducts(kind), PassesProducts(kind), ManyRowsProducts(kind), UnpackedProducts(kind),
+        ScaledProducts(kind), ScaledBlocksProducts(kind), ScaledTilesProducts(kind), PassesProducts(kind),
+        ManyRowsProducts(kind), UnpackedProducts(kind),
     )  # fmt: skip

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.products.registry import ProductKernel, ProductRoom, ProductRun, WeightShape
 
 __all__ = [
-    "PRODUCTS", "WITH_BIAS", "CublasProducts", "EvenHeadProducts", "EvenProducts", "FewRowsGatedProducts",
-    "FewRowsProducts", "KernelOfProducts", "TileProducts", "VectorProducts", "dense", "lacks_bfloat16",
-    "up_to",
+    "NOWHERE", "PRODUCTS", "WITH_BIAS", "CublasProducts", "EvenHeadProducts", "EvenProducts", "FewRowsGatedProducts",
+    "FewRowsProducts", "KernelOfProducts", "TileProducts", "VectorProducts", "dense", "lacks_bfloat16", "up_to",
 ]  # fmt: skip
 
 _LINE = 64
@@ -37,7 +36,7 @@ _HEAD = 128
 _VECTOR_INPUTS = 4096
 _VECTOR_ROWS, _TRITON_ROWS, _SOURCE_ROWS = 8, 64, 64
 """Most rows of vector.py, linear.py and csrc/few_rows.cuh, whatever a tuning says."""
-_NOWHERE: Final = range(0)
+NOWHERE: Final = range(0)
 WITH_BIAS: Final = "a bias comes between its product and what follows it"
 
 
@@ -168,7 +167,7 @@ class VectorProducts(KernelOfProducts):
         """Return one row; none for the norm of a long input, which every program would compute again."""
         tuning = arch.tuning
         is_long = fusion.startswith("norm") and weight.size_in > tuning.vector_norm_inputs
-        return _NOWHERE if is_long else up_to(_VECTOR_ROWS, tuning.vector_rows)
+        return NOWHERE if is_long else up_to(_VECTOR_ROWS, tuning.vector_rows)
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the Triton kernel."""
@@ -224,7 +223,7 @@ class EvenProducts(_FewRowsOfSource):
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return the rows for which reading the weight is all the work; none for a weight of too many elements."""
         is_large = self.kind is None and weight.size_out * weight.size_in > arch.tuning.even_weights
-        return _NOWHERE if is_large and not fusion.startswith("factors") else super().rows(arch, weight, fusion)
+        return NOWHERE if is_large and not fusion.startswith("factors") else super().rows(arch, weight, fusion)
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the kernel of csrc/."""
@@ -281,7 +280,7 @@ class FewRowsGatedProducts(_Triton):
     def rows(self, arch: Arch, weight: WeightShape, fusion: Fusion) -> range:
         """Return few rows; none for a weight with which the activation inside saves too little traffic."""
         is_small = weight.size_out // 2 < arch.tuning.few_rows_gated_outputs
-        return _NOWHERE if is_small else up_to(_TRITON_ROWS, arch.tuning.few_rows)
+        return NOWHERE if is_small else up_to(_TRITON_ROWS, arch.tuning.few_rows)
 
     def open(self, room: ProductRoom) -> ProductRun:
         """Return the Triton kernel."""

@@ -16,7 +16,8 @@ from headrace.ops.cuda.products.fusion import AddNorm, HeadTargets, Residual, Sq
 from headrace.ops.cuda.products.gathered import gather
 from headrace.ops.cuda.products.linear import MAX_ROWS, linear, linear_silu_mul
 from headrace.ops.cuda.products.many_rows import TileLinear, many_rows_linear
-from headrace.ops.cuda.products.scaled import to_codes
+from headrace.ops.cuda.products.scaled.inputs import to_codes, to_codes_of_groups
+from headrace.ops.cuda.products.scaled.tiles import scaled_tiles_linear, scaled_tiling
 from headrace.ops.cuda.products.unpacked import SLICE, unpack
 from headrace.ops.cuda.products.vector import vector_linear
 
@@ -40,7 +41,9 @@ __all__ = [
     "OrderedRun",
     "PassesRun",
     "Product",
+    "ScaledBlocksRun",
     "ScaledRun",
+    "ScaledTilesRun",
     "TileRun",
     "UnpackedRun",
     "VectorRun",
@@ -262,6 +265,53 @@ class ScaledRun(_Run):
         )  # fmt: skip
         if whole is not out:
             out.copy_(whole)
+
+
+class _RoundedRun(_Run):
+    """Products of 8-bit floats by 8-bit floats behind a launch that rounds the input."""
+
+    def __init__(self, room: ProductRoom, kernel: ProductKernel) -> None:
+        """Launch on the stream of `room`."""
+        super().__init__(room, kernel)
+        self._rounding = Launch("the rounding of an input", room.pdl, writes=frozenset(("activations",)))
+
+    def run(
+        self,
+        x_NI: Tensor,
+        weight: Tensor | Codes,
+        out: Tensor,
+        before: Before = None,
+        after: After = None,
+        updates: UpdateSite | None = None,
+    ) -> None:
+        """Note the launches and enqueue the kernels."""
+        self._note(self._rounding)
+        super().run(x_NI, weight, out, before, after, updates)
+
+
+class ScaledBlocksRun(_RoundedRun):
+    """Product with scales of whole blocks, by cuBLAS."""
+
+    def _enqueue(self, product: Product) -> None:
+        codes, out, rows = product.codes, product.out, len(product.x_NI)
+        x = to_codes_of_groups(product.x_NI, codes.scales, len(codes.codes_OB), pdl=self._pdl)
+        padded = len(x.codes_NI)
+        is_whole = padded == rows and out.is_contiguous()
+        whole = out if is_whole else torch.empty(padded, out.shape[1], dtype=out.dtype, device=out.device)
+        torch._scaled_mm(
+            x.codes_NI, codes.codes_OB.view(torch.float8_e4m3fn).t(), scale_a=x.scales_GN.t(), scale_b=x.blocks_LG.t(),
+            out_dtype=out.dtype, use_fast_accum=False, out=whole,
+        )  # fmt: skip
+        if not is_whole:
+            out.copy_(whole[:rows])
+
+
+class ScaledTilesRun(_RoundedRun):
+    """Product with scales of groups by Triton's tiles."""
+
+    def _enqueue(self, product: Product) -> None:
+        x, how = to_codes_of_groups(product.x_NI, pdl=self._pdl), scaled_tiling(len(product.x_NI), self._scratch.arch)
+        scaled_tiles_linear(x, product.codes, product.out, how, pdl=self._pdl)
 
 
 def _multiply(x_NI: Tensor, weight_OI: Tensor, out_NO: Tensor) -> None:

@@ -86,6 +86,8 @@ async def test_what_was_replaced_is_put_back(tmp_path: Path) -> None:
         ("_linear_kernel", "product"),
         ("_vector_kernel", "product"),
         ("_coded_tiles_kernel", "product"),
+        ("(anonymous namespace)::many_rows<Tiling<128, true>>", "product"),
+        ("_scaled_tiles_kernel", "product"),
         ("_gather_inputs_kernel", "product"),
         ("_norm_rope_kernel", "norm, rope, silu, embedding"),
         ("_activate_mul_kernel", "norm, rope, silu, embedding"),
