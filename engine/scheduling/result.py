@@ -66,6 +66,8 @@ class StepResult(NamedTuple):
     """Tokens that a row's grammar forces after its new token, by the token's place in `ids`."""
     drafted: Sequence[int] = ()
     """Number of drafts that were verified for each of the plan's decodes, in order; empty if for none."""
+    late_seconds: float = 0.0
+    """Part of the time of a step with drafts in which was read, for these, what steps without drafts had computed."""
 
 
 class StepPart(NamedTuple):

@@ -74,7 +74,10 @@ class Speculation:
         return max((each for each in self._depths(len(running)) if each <= fits), default=0)
 
     def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        """Take in a step that has ended and took `seconds`."""
+        """Take in a step that has ended and took `seconds`.
+
+        What it took to read late is no part of the time of its depth: at any depth it would have been due soon.
+        """
         if plan.depth:
             counts = result.counts or [1] * plan.size
             drafted = result.drafted or [0] * len(plan.drafts)
@@ -89,6 +92,7 @@ class Speculation:
         contexts = [start for request, start in zip(plan.decodes, plan.starts, strict=True) if request.asked.speculates]
         if contexts and not plan.others:
             drafts_of_row = self._drafts_of_row(plan, result, len(contexts))
+            seconds = max(0.0, seconds - result.late_seconds)
             self.rule.observe(len(contexts), sum(contexts) // len(contexts), drafts_of_row, seconds)
 
     def _drafts_of_row(self, plan: StepPlan, result: StepResult, rows: int) -> float:

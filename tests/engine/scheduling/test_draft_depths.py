@@ -253,14 +253,16 @@ def test_places_that_were_long_not_drafted_are_learnt_anew() -> None:
     assert rates.tokens(2) > 2.9
 
 
-def drafting(rows: Sequence[int], planned: Sequence[int], depths: Callable[[int], Sequence[int]] | None) -> list[Any]:
+def drafting(
+    rows: Sequence[int], planned: Sequence[int], depths: Callable[[int], Sequence[int]] | None, late: float = 0.0
+) -> list[Any]:
     """What the rule is told of a step whose rows had `rows` drafts, of the `planned` ones."""
     told: list[Any] = []
     speculation = Speculation(4, lambda rows, context: 4, depths=depths)
     speculation.rule.observe = lambda *values: told.append(values)  # type: ignore[method-assign]
     plan = StepPlan(0, depth=max(planned), starts=[100] * len(planned), drafts=list(planned))
     plan.decodes = [SimpleNamespace(asked=SimpleNamespace(speculates=True)) for _ in planned]  # type: ignore[misc]
-    speculation.observe(plan, StepResult([7] * len(planned), drafted=list(rows)), 0.5)
+    speculation.observe(plan, StepResult([7] * len(planned), drafted=list(rows), late_seconds=late), 0.5)
     return told
 
 
@@ -269,6 +271,11 @@ def test_the_rule_is_told_of_the_depth_that_ran() -> None:
     assert drafting([2, 2], [4, 4], lambda rows: [1, 2]) == [(2, 100, 2, 0.5)], "more lines do not fit"
     assert drafting([], [4, 4], lambda rows: [1, 2, 4]) == [(2, 100, 0, 0.5)], "the device had nothing to draft with"
     assert drafting([3, 0], [3, 1], None) == [(2, 100, 1.5, 0.5)], "others compute what is there"
+
+
+def test_what_was_read_late_is_no_time_of_a_depth() -> None:
+    assert drafting([2, 2], [2, 2], lambda rows: [1, 2], late=0.125) == [(2, 100, 2, 0.375)]
+    assert drafting([2, 2], [2, 2], lambda rows: [1, 2], late=0.75) == [(2, 100, 2, 0.0)], "clocks differ a little"
 
 
 def test_a_budget_leaves_a_depth_that_the_device_has() -> None:
