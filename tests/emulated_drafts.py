@@ -107,10 +107,16 @@ def choose(at: SimpleNamespace) -> None:
             at.pool[row, at.positions[place]] = token
 
 
+def keep(at: SimpleNamespace) -> None:
+    for place, (row, position) in enumerate(zip(at.rows.tolist(), at.positions.tolist(), strict=True)):
+        at.ring[row, position % at.LAG] = at.states[place]
+
+
 DRAFT_KERNELS: dict[str, Callable[[SimpleNamespace], None]] = {
     "_prepare_lines_kernel": prepare_lines,
     "_ngram_kernel": ngram,
     "_accept_kernel": accept,
     "_turn_kernel": turn,
     "_draft_kernel": choose,
+    "_keep_kernel": keep,
 }

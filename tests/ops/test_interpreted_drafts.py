@@ -200,8 +200,24 @@ choose_drafts(logits, rows, places, counts, asks, pool, drafts, scratch)
 assert 0 <= int(drafts.min()) and int(drafts.max()) < size
 """
 
+KEEP = """
+import torch
 
-@pytest.mark.parametrize("script", [SCRIPT, CHOICE], ids=["drafts", "choice"])
+from headrace.ops.cuda.drafts.keep import keep_states
+
+torch.manual_seed(0)
+for width, lag in ((40, 16), (4096, 16), (9000, 3)):
+    ring, states = torch.zeros(6, lag, width), torch.randn(4, 2 * width)[:, :width]
+    rows, positions = torch.tensor([3, 0, 5, 2]).int(), torch.tensor([0, lag - 1, 7 * lag + 1, lag]).int()
+    keep_states(states, rows, positions, ring)
+    expected = torch.zeros_like(ring)
+    for row, place, state in zip((3, 0, 5, 2), (0, lag - 1, 1, 0), states):
+        expected[row, place] = state
+    assert torch.equal(ring, expected), (width, lag)
+"""
+
+
+@pytest.mark.parametrize("script", [SCRIPT, CHOICE, KEEP], ids=["drafts", "choice", "keep"])
 def test_kernels_do_what_slow_code_does(script: str) -> None:
     interpret(script)
 
@@ -210,6 +226,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     with compiling_for("sm_90", tmp_path) as launches:
         accept = importlib.import_module("headrace.ops.cuda.drafts.accept")
         choose = importlib.import_module("headrace.ops.cuda.drafts.choose")
+        keep = importlib.import_module("headrace.ops.cuda.drafts.keep")
         lines = importlib.import_module("headrace.ops.cuda.drafts.lines")
         ngram = importlib.import_module("headrace.ops.cuda.drafts.ngram")
         sampling = importlib.import_module("headrace.ops.cuda.sampling.sample")
@@ -244,11 +261,19 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
             accept.accept(
                 ahead, words(many), words(count), step, words(many), words(many), words(many), words(rows), runs
             )
+        half = torch.bfloat16
+        keep.keep_states(words(many, 4096, dtype=half), words(many), words(many), words(rows, 16, 4096, dtype=half))
         for ids in (None, words(50000, dtype=torch.int64)):
             choose.choose_drafts(
                 words(many, 50000, dtype=numbers), words(many), words(many), words(many), asks, pool, words(many),
                 scratch, ids_D=ids,
             )  # fmt: skip
-    assert {"_ngram_kernel", "_prepare_lines_kernel", "_accept_kernel", "_turn_kernel", "_draft_kernel"} <= {
-        each.kernel for each in launches
+    wanted = {
+        "_ngram_kernel",
+        "_prepare_lines_kernel",
+        "_accept_kernel",
+        "_turn_kernel",
+        "_draft_kernel",
+        "_keep_kernel",
     }
+    assert wanted <= {each.kernel for each in launches}
