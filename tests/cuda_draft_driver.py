@@ -82,10 +82,14 @@ class CudaDrafting:
         table_RP = torch.cat((order.view(ROWS, -1), torch.full((1, CONTEXT // PAGE), pages, dtype=torch.int32)))
         self.rows = drafter.RowTable(
             torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32), torch.zeros(ROWS + 1, dtype=torch.int32),
-            torch.full((ROWS + 1,), depth, dtype=torch.int32), table_RP, table_RP.numpy(), self.kv, ROWS * (depth + 1),
+            torch.full((ROWS + 1,), depth, dtype=torch.int32), torch.zeros(ROWS + 1, dtype=torch.int32), table_RP,
+            table_RP.numpy(), self.kv, ROWS * (depth + 1),
             sampling.Asks(*(torch.zeros(ROWS + 1, dtype=dtype) for dtype in ASKED)),
         )  # fmt: skip
         self.drafter = cuda_head.drafter(self.rows)
+        unread = importlib.import_module("headrace.engine.model.cuda.drafting.unread")
+        self.lag = unread.LAG if isinstance(self.drafter, drafter.LateDrafter) else 0
+        self._unread = [0] * ROWS
         self._room = importlib.import_module("headrace.ops.cuda.attention.registry").DecodeRoom(
             arch.Arch.of(CPU), CPU, most_rows=ROWS * (depth + 1), pdl=False
         )
@@ -99,6 +103,7 @@ class CudaDrafting:
     def start(self, sequences: Sequence[Sequence[int]], prompt: int, chunk: int) -> None:
         """Compute the first tokens of each sequence, `prompt` at most, in parts of `chunk`; what follows is known."""
         self.rows.pool_RC.zero_()
+        self._unread = [0] * ROWS
         for row, ids in enumerate(sequences):
             self.rows.pool_RC[row, : min(prompt, len(ids) - 1) + 1] = torch.tensor(ids[: min(prompt, len(ids) - 1) + 1])
         at = [0] * len(sequences)
@@ -128,8 +133,16 @@ class CudaDrafting:
             self.rows.lengths_R[work.row] = work.start + work.num_tokens
         self.drafter.take_up_prompts(self._drafter_module.Prefilled(works, tokens_N, rows_N, steps, states))
 
+    def catch_up(self, rows: Sequence[int]) -> None:
+        """Read what is unread of some rows, if the drafter reads late."""
+        if self.lag:
+            self.drafter.catch_up(torch.tensor([*rows, *[ROWS] * (ROWS - len(rows))], dtype=torch.int32))
+            for row in rows:
+                self._unread[row] = 0
+
     def drafts(self, rows: Sequence[int], depth: int, most: int | None = None) -> list[list[int]]:
         """Draft behind some rows, which have to be padded in a batch of all rows."""
+        self.catch_up([row for row in rows if self._unread[row]])
         self.rows.most_R.fill_(depth if most is None else most)
         rows_B = torch.tensor([*rows, *[ROWS] * (ROWS - len(rows))], dtype=torch.int32)
         counts_B = torch.full((ROWS,), -7, dtype=torch.int32)
@@ -146,6 +159,7 @@ class CudaDrafting:
     def go_on(self, sequences: Sequence[Sequence[int]], drafted: dict[int, tuple[int, int]], depth: int) -> None:
         """Compute a step of `depth`: for each row, how many drafts it has, and how many of them are right."""
         lines, rows = depth + 1, self.rows
+        self.catch_up([row for row in drafted if self._unread[row] >= (1 if depth else self.lag)])
         rows_B = torch.tensor([*drafted, *[ROWS] * (ROWS - len(drafted))], dtype=torch.int32)
         line_rows, positions, counts = [], [], []
         for row in rows_B.tolist():
@@ -176,18 +190,31 @@ class CudaDrafting:
                 sequences[row][length + 1 : length + right + 2]
             )
             rows.lengths_R[row] = length + right + 1
+            self._unread[row] += not depth
         counts_B = torch.tensor(counts, dtype=torch.int32)
         self.drafter.take_up(self._drafter_module.Decoded(depth, rows_B, inputs, line_rows_L, counts_B, steps, states))
 
     def _states(self, tokens: Tensor, steps: Any) -> HiddenStates:
         return self._decoder.hidden_states(tokens, steps, self.kv, self.drafter.taps or ())
 
-    def verified(self, sequences: Sequence[Sequence[int]], seed: int, prompt: int) -> list[list[int]]:
-        """Drafts behind each sequence, computed in runs of random lengths beside guesses that were wrong."""
+    def verified(
+        self, sequences: Sequence[Sequence[int]], seed: int, prompt: int, pauses: bool = False
+    ) -> list[list[int]]:
+        """Drafts behind each sequence, computed in runs of random lengths beside guesses that were wrong.
+
+        With `pauses`, there are long runs of steps without drafts, and of steps in which some rows take no part.
+        """
         draw = random.Random(seed)
+        pause = 0
         self.start(sequences, prompt, 64)
         while going := [row for row, ids in enumerate(sequences) if int(self.rows.lengths_R[row]) < len(ids) - 1]:
-            depth = draw.randint(0, self.depth)
+            if pauses and not pause:
+                lag = self.lag or 16
+                pause = draw.choice((1, lag - 1, lag, lag + 1, 2 * lag + 3))
+            pause -= pause > 0
+            depth = 0 if pause else draw.randint(0, self.depth)
+            if pauses:
+                going = [row for row in going if draw.random() < 0.9]
             if depth:
                 self.drafts(going, depth)
             works = {}

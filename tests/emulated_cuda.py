@@ -156,6 +156,10 @@ class Gpu:
         with self._lock, torch.inference_mode():
             self._happen(mark)
 
+    def has_happened(self, mark: int) -> bool:
+        """Whether everything up to `mark` has."""
+        return not self._pending or self._pending[0][0] > mark
+
     def _happen(self, mark: int) -> None:
         while self._pending and self._pending[0][0] <= mark:
             self._pending.popleft()[1]()
@@ -284,6 +288,11 @@ class Event:
     def query(self) -> bool:
         self.gpu.check()
         return True
+
+    def elapsed_time(self, end: Event) -> float:
+        if not self.gpu.has_happened(end._mark):
+            self.gpu.fault("a time is asked for before it is known")
+        return 0.0
 
 
 class Recorder(TorchDispatchMode):

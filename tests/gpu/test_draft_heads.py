@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,34 @@ def test_a_head_that_knows_the_model_is_always_right(device: str, kind: str, tmp
                 accepted = counts.accepted_tokens - before.accepted_tokens
                 assert accepted >= len(batch) * (COUNT * k // (k + 1) - 3), (kind, drafted, accepted)
                 assert drafted - accepted <= 2 * k * len(batch), "drafts in front of the last token were wrong"
+            await at_rest(engine)
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("kind", KNOWING)
+def test_a_head_is_right_behind_steps_without_drafts(
+    device: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind fewer than a GPU leaves unread, as many and more; in rows whose requests end at various times."""
+    folder, k = counting_folder(tmp_path / "model"), KNOWING[kind]
+    speculation = method_of(kind)(write_head(tmp_path / "head", kind), k=k)
+    depths = cycle([k, *[0] * 5, k, *[0] * 15, k, *[0] * 16, k, k, 0, k, *[0] * 17, k, *[0] * 40])
+    monkeypatch.setattr(DepthRule, "choose", lambda self, rows, context: next(depths))
+    prompts = [[*draw(length - 1, length), start] for start, length in zip(STARTS, LENGTHS, strict=True)]
+    asked: list[dict[str, Any]] = [{"max_tokens": 120 + 7 * at} for at in range(len(prompts))]
+
+    async def run() -> None:
+        async with open_engine(folder, device, speculation=speculation, max_batched_tokens=64) as engine:
+            for _ in range(2):
+                answers = await ask_all(engine, prompts, asked)
+                assert answers == [
+                    list(range(each[-1] + 1, each[-1] + 1 + len(said)))
+                    for each, said in zip(prompts, answers, strict=True)
+                ]
+            counts = engine.stats()
+            assert counts.drafted_tokens > 20 * k
+            assert counts.drafted_tokens - counts.accepted_tokens <= 3 * k * len(prompts), "drafts were wrong"
             await at_rest(engine)
 
     anyio.run(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,30 @@ def test_a_model_that_drafts_for_itself_is_right(zoo: Zoo, device: str, way: str
                 assert drafted > len(batch) * COUNT // 2
                 assert accepted > 0.7 * drafted, (accepted, drafted)  # but for close calls, and behind the last token
             assert "swap_memory" not in options or engine.stats().swaps
+            await at_rest(engine)
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_is_right_behind_steps_without_drafts(
+    zoo: Zoo, device: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind fewer than a GPU leaves unread, as many and more."""
+    folder = zoo.folder("llama 3")
+    prompts = [draw(length, length) for length in LENGTHS]
+    options = WAYS[way] | ({"kv_memory": 2 * kv_bytes(folder, 30)} if way == "swapped" else {})
+    depths = cycle([K, *[0] * 5, K, *[0] * 15, K, *[0] * 16, K, K, 0, K, *[0] * 17, K, *[0] * 33])
+    monkeypatch.setattr(DepthRule, "choose", lambda self, rows, context: next(depths))
+
+    async def run() -> None:
+        speculation = DraftModel(folder, k=K)
+        async with open_engine(folder, device, speculation=speculation, max_batched_tokens=64, **options) as engine:
+            for _ in range(2):
+                await ask_all(engine, prompts, [{"max_tokens": 100 + 9 * at} for at in range(len(prompts))])
+            counts = engine.stats()
+            assert counts.drafted_tokens > 60
+            assert counts.accepted_tokens > 0.7 * counts.drafted_tokens, counts  # but for close calls
             await at_rest(engine)
 
     anyio.run(run)

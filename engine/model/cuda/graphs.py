@@ -155,7 +155,6 @@ class DecodeGraphs:
         self._buckets, self._choice = buckets(max_rows), attention
         self._bucket_of = [next(size for size in self._buckets if size >= rows) for rows in range(max_rows + 1)]
         """Bucket for each number of rows."""
-        self._device = kv[0].device
         any_ops = next(iter(ops.values()))
         self._pdl, self._shape, self._chain = any_ops.pdl, any_ops.shape, any_ops.products.room.chain
         shapes = [each.shape for each in ops.values()]
@@ -164,7 +163,7 @@ class DecodeGraphs:
         self._depths = [] if drafts is None else depths(drafts.most)
         self._together = ways_together(self._line_ways, shapes, any_ops.arch, self._depths)
         lines = max_rows if drafts is None else drafts.lines
-        room = partial(DecodeRoom, any_ops.arch, self._device)
+        room = partial(DecodeRoom, any_ops.arch, kv[0].device)
         self._room = room(most_rows=self._buckets[-1], pdl=self._pdl)
         # A line sees the keys that other lines of its row store in the same step; as a row, it must not read too early.
         self._line_rooms = room(most_rows=lines, pdl=False), room(most_rows=lines, pdl=self._pdl)
@@ -236,6 +235,18 @@ class DecodeGraphs:
         """Return the depths above 0 of the graphs for steps of `rows` rows, in rising order."""
         return [] if self._drafts is None else self._drafts.depths(self._bucket_of[rows])
 
+    def captured(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Return a graph of what `run` enqueues, which must not compile or allocate anything more by now."""
+        graph = torch.cuda.CUDAGraph()
+        with not_collected():  # calls of a finaliser in this thread could end the capture
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        self._pool = graph.pool()
+        return graph
+
     def close(self) -> None:
         """Drop all graphs; none may be running."""
         for graph in self._graphs.values():
@@ -243,8 +254,7 @@ class DecodeGraphs:
         self._graphs.clear()
         self._steps.clear()
         self._plans.clear()
-        self._room.close()
-        for room in self._line_rooms:
+        for room in (self._room, *self._line_rooms):
             room.close()
         self._between.clear()
 
@@ -292,13 +302,12 @@ class DecodeGraphs:
         return _Uncaptured(partial(self._run, key))
 
     def _capture(self, key: Key) -> torch.cuda.CUDAGraph:
-        bucket = key.bucket
         self._last_planned = None  # later steps plan again, even if this fails
         self._make_steps(key)
         if (plan := self._plans.get(_place(key))) is not None:
             plan.plan(np.ones(key.lines, np.int64), anew=True)  # all sizes share the device's, which may be another's
         rows = self._rows
-        named = (rows.batch_R[:bucket], rows.active_R[:bucket], rows.exchange.turn_2)
+        named = (rows.batch_R[: key.bucket], rows.active_R[: key.bucket], rows.exchange.turn_2)
         kept = [words.clone() for words in named]
         for words, harmless in zip(named, (rows.padding_row, rows.padding_row, rows.exchange.spare), strict=True):
             words.fill_(harmless)
@@ -307,18 +316,10 @@ class DecodeGraphs:
                 if key.depth and key.part in ("logits", "choice"):  # whose lines are those of an earlier step, or none
                     self._prepare(key)
                 self._run(key)  # compiles and allocates now, which a capture must not
-            graph = torch.cuda.CUDAGraph()
-            with not_collected():  # calls of a finaliser in this thread could end the capture
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    self._run(key)
-                finally:
-                    graph.capture_end()
-            self._pool = graph.pool()
+            return self.captured(partial(self._run, key))
         finally:
             for words, before in zip(named, kept, strict=True):
                 words.copy_(before)
-        return graph
 
     def _run(self, key: Key) -> None:
         """Run the decode step, or the part of it that the graph of `key` records."""
@@ -374,8 +375,7 @@ class DecodeGraphs:
         """Enqueue the beginning of a step: its drafts, if it has any, and the inputs of its lines."""
         rows, inputs, size = self._rows, self._inputs.of(key.lines), self._shape.page_size
         if self._drafts is not None and key.depth:
-            self._drafts.prepare(key.bucket, key.depth, inputs, size)
-            return
+            return self._drafts.prepare(key.bucket, key.depth, inputs, size)
         rows.apply()
         batch_B = rows.active_R[: key.bucket]
         prepare_decode(batch_B, rows.pool_RC, rows.lengths_R, rows.table_RP, inputs, page_size=size)

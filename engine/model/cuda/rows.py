@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.engine.model.cuda.decodes import Decodes
 from headrace.engine.model.cuda.exchange import MOST_PAIRS, Exchange, Sender
-from headrace.engine.scheduling.plan import Capacity, GivenTokens, NewRow, PageEntry, RowOptions
+from headrace.engine.scheduling.plan import Capacity, GivenTokens, NewRow, PageEntry, RowOptions, Work
 from headrace.ops.cuda.memory.scatter import Batch
 
 __all__ = ["DeviceRows"]
@@ -72,7 +72,7 @@ class DeviceRows:
 
     def _lay_out(self, capacity: Capacity, scratch_page: int, device: torch.device) -> int:
         """Allocate the arena and name its parts; return the number of pages of a row."""
-        self._size = capacity.page_size
+        self.page_size = capacity.page_size
         self.padding_row = capacity.max_rows
         rows, pages = capacity.max_rows + 1, -(-capacity.max_context // capacity.page_size)
         context = pages * capacity.page_size
@@ -80,7 +80,7 @@ class DeviceRows:
         sizes = {
             "seed": 2 * rows, "batch": capacity.max_rows, "active": capacity.max_rows, "lengths": rows,
             "temperature": rows, "top_k": rows, "top_p": rows, "min_p": rows, "slot": rows, "stopped": rows,
-            "most": rows, "stops": rows * _STOPS, "table": rows * pages, "pool": rows * context,
+            "most": rows, "read": rows, "stops": rows * _STOPS, "table": rows * pages, "pool": rows * context,
         }  # fmt: skip
         self._offset = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
         self._pages = pages
@@ -103,33 +103,48 @@ class DeviceRows:
         """Whether each row's last sampled token is one of its stop ids, as the sampler saw it."""
         self.most_R = part("most")
         """Most drafts of each row that a step may verify: those of the last step of the row that had any."""
+        self.read_R = part("read")
+        """Number of each row's positions that a drafter has read, int32, where it notes that."""
         self.stops_RS = part("stops").fill_(-1).view(rows, _STOPS)
         self.slots_R = part("slot").fill_(-1)
         self.table_RP = part("table").fill_(scratch_page).view(rows, pages)
         self.pool_RC = part("pool").view(rows, context)
         return pages
 
-    def add(self, new_rows: Sequence[NewRow], entries: Sequence[PageEntry], options: Sequence[RowOptions] = ()) -> None:
+    def add(
+        self,
+        new_rows: Sequence[NewRow],
+        entries: Sequence[PageEntry],
+        options: Sequence[RowOptions] = (),
+        works: Sequence[Work] = (),
+    ) -> None:
         """Add a plan's new rows and page entries; `flush` or `hand_over` sends them.
 
-        Rows with options get all their tokens, even those that are cached and will not be computed.
+        Rows with options get all their tokens, even those that are cached and will not be computed. Drafters have read
+        what lies before the first of `works` of a new row.
         """
         if self._pieces or self._cells:  # a failed step left these unsent; in one send, no place may come twice
             self.flush()
         known = {each.row: each.tokens for each in options}
+        begins = {work.row: work.start for work in works} if new_rows else {}
         for new in new_rows:
             self._add_row(new._replace(start=0, tokens=known[new.row]) if new.row in known else new)
+            read = np.array([begins.get(new.row, new.start)], np.int32)
+            self._put(np.array([self._offset["read"] + new.row]), read)
         table, columns = self._offset["table"], self.pages.shape[1]
         for row, place, page in entries:
             at = row * columns + place
             self._pages_flat[at] = self._cells[table + at] = page
 
     def give(self, given: Sequence[GivenTokens]) -> None:
-        """Store tokens that the host chose, after `add`, to be sent with the rest. The rows are computed again."""
+        """Store tokens that the host chose, after `add`, to be sent with the rest. The rows are computed again.
+
+        Drafters must have read what lies before; what they have read from there on no longer counts.
+        """
         for row, start, tokens in given:
             first = self._offset["pool"] + row * self._context + start
-            places = [self._offset["stopped"] + row, *range(first, first + len(tokens))]
-            self._put(np.array(places), np.array([0, *tokens], np.int32))
+            places = [self._offset["stopped"] + row, self._offset["read"] + row, *range(first, first + len(tokens))]
+            self._put(np.array(places), np.array([0, max(0, start - 1), *tokens], np.int32))
             self._forget_length(row)
 
     def leave_out(self, rows: NDArray[np.int64], lines: NDArray[np.int64]) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from headrace.engine.model.cuda.adapters import CudaBank
 from headrace.engine.model.cuda.decodes import Decodes, Ordering
+from headrace.engine.model.cuda.drafting.catching_up import CatchUps
 from headrace.engine.model.cuda.drafting.drafts import CudaDrafts, OpenDrafts, most_lines, most_words
 from headrace.engine.model.cuda.grammars import DraftsOf
 from headrace.engine.model.cuda.graphs import DecodeGraphs, Key
@@ -114,13 +115,13 @@ class CudaRunner:
             self._ordering = Ordering()
             """Order of the decodes that `launch` enqueues itself."""
             self._drafts = speculation and CudaDrafts(speculation, self._rows, self._sampler, capacity, kv)
+            shared = decoder, ops, self._rows, self._sampler, kv
             self._graphs = DecodeGraphs(
-                decoder, ops, self._rows, self._sampler, kv, self._ids,
+                *shared, self._ids,
                 max_rows=rows, attention=attention, bank=bank, drafts=self._drafts, kernels=kernels.decodes,
             )  # fmt: skip
-            self._prefills = Prefills(
-                decoder, ops, self._rows, self._sampler, kv, capacity, bank, self._drafts, kernels=kernels.prefills
-            )
+            self._late = CatchUps(self._drafts, self._rows, self._graphs.captured)
+            self._prefills = Prefills(*shared, capacity, bank, self._drafts, kernels=kernels.prefills)
         self._moves = PageMoves(self._memory.pools, self._stream, device)
         self._submitted = 0
         """Number of steps given to the launcher; only `launch` counts them."""
@@ -168,6 +169,7 @@ class CudaRunner:
         contexts = [_USUAL_CONTEXT, self._capacity.max_context] if everything else [_USUAL_CONTEXT]
         with torch.inference_mode(), self._stream, faults_are_fatal():
             self._graphs.capture(contexts=contexts, variants=variants)
+            self._late.capture()
             self._stream.synchronize()
 
     def launch(self, plan: StepPlan) -> CudaStep:
@@ -210,6 +212,7 @@ class CudaRunner:
             EngineCrashed: The device failed.
         """
         with torch.inference_mode(), self._stream, faults_are_fatal():
+            self._late.read_all()
             self._settle()
             self._memory.resize(num_pages)
 
@@ -217,6 +220,7 @@ class CudaRunner:
         """Release the memory of pages and weights; blocks until the device is idle. Graphs stay as they are."""
         assert self._weights is not None
         with torch.inference_mode(), self._stream, faults_are_fatal():
+            self._late.read_all()
             self._settle()
             self._weights.sleep(self._memory, keep=keep_weights)
         return_device_memory()
@@ -244,6 +248,7 @@ class CudaRunner:
         self._sampler.close()
         try:
             self._settle()
+            self._late.close()
             self._graphs.close()
             self._memory.close()
             return_stream(self._stream)
@@ -256,7 +261,7 @@ class CudaRunner:
             # After a device fault, freeing pinned memory ends the process, so it is never freed.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(self).copy()))
         del self._memory, self._rows, self._sampler, self._ids, self._results
-        del self._graphs, self._prefills, self._drafts, self._bank, self._weights, self._moves
+        del self._graphs, self._late, self._prefills, self._drafts, self._bank, self._weights, self._moves
         return_device_memory()
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -293,6 +298,7 @@ class CudaRunner:
             return True
         with self._stream, faults_are_fatal():
             self._moves.before(plan.entries)
+            self._late.before_changes(plan, decodes)
             self._rows.add((), plan.entries)
             self._decode(plan, decodes, (), keys, step)
             step.result.done.record(self._stream)
@@ -317,7 +323,7 @@ class CudaRunner:
     ) -> list[Lines]:
         """Enqueue all work of `plan`, and the copy of its ids to `step`; return its lines of log-probabilities."""
         self._sampler.begin()
-        copies = self._take_in(plan)
+        copies = self._take_in(plan, decodes)
         count, result = 0 if decodes is None else len(decodes.rows), step.result
         lines: list[Lines] = []
         if decodes is not None:
@@ -340,16 +346,17 @@ class CudaRunner:
         step.ids, step.places = result.view, places_of(plan.works, _NOWHERE if decodes is None else decodes.back, count)
         return lines + more
 
-    def _take_in(self, plan: StepPlan) -> Sequence[tuple[int, int]]:
+    def _take_in(self, plan: StepPlan, decodes: Decodes | None) -> Sequence[tuple[int, int]]:
         """Apply the rows and pages of `plan`; return the copies of pages that are still to be enqueued."""
         plan = self._sampler.hosts.take(plan)
         copies = plan.copies
+        self._late.before_changes(plan, decodes)
         if plan.spills or plan.fetches:
             self._moves.enqueue(plan)
             copies = []
         else:
             self._moves.before(plan.entries)
-        self._rows.add(plan.new_rows, plan.entries, plan.options)
+        self._rows.add(plan.new_rows, plan.entries, plan.options, plan.others)
         self._rows.give(self._sampler.take(plan))
         self._prefills.pools.update(plan)
         return copies
@@ -365,6 +372,7 @@ class CudaRunner:
         """Enqueue one token of each row, and drafts behind it; tell `step` where what graphs of `keys` choose goes."""
         rows, depth = self._rows, keys[0].depth
         graphs = self._graphs.prepare(keys, decodes)
+        step.reading = self._late.before_decodes(decodes, depth)
         rows.batch(decodes, keys[0].bucket)
         if depth:
             rows.draft(decodes)

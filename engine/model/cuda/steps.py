@@ -26,7 +26,7 @@ from headrace.engine.scheduling.result import Choice, StepResult
 from headrace.engine.scheduling.shaping import Report
 from headrace.ops.cuda.drafts.accept import HEAD
 
-__all__ = ["CudaStep", "Result", "RowRuns", "faults_are_fatal", "is_lost", "places_of", "split"]
+__all__ = ["CudaStep", "DeviceTime", "Result", "RowRuns", "faults_are_fatal", "is_lost", "places_of", "split"]
 
 
 class Result:
@@ -78,6 +78,23 @@ class Result:
         return {index_of[row]: value for row, value in {**pooled, **vectors}.items()}
 
 
+class DeviceTime:
+    """The time that the device takes for what is enqueued on the current stream until `end`."""
+
+    def __init__(self) -> None:
+        self._begun, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._begun.record()
+
+    def end(self) -> None:
+        """Enqueue the end."""
+        self._ended.record()
+
+    def seconds(self) -> float:
+        """Return the time, once something enqueued behind the end was waited for."""
+        milliseconds: float = self._begun.elapsed_time(self._ended)
+        return milliseconds / 1000.0
+
+
 class RowRuns(NamedTuple):
     """What the rows of a step with drafts gained."""
 
@@ -103,7 +120,7 @@ class CudaStep:
 
     __slots__ = (
         "_has_codes", "_reading", "_tokens", "_words", "choices", "enqueued", "error", "forced", "ids", "late", "lines",
-        "places", "pooled", "result", "runs",
+        "places", "pooled", "reading", "result", "runs",
     )  # fmt: skip
 
     def __init__(self, result: Result) -> None:
@@ -116,6 +133,8 @@ class CudaStep:
         """Place in `ids` of each of the plan's works."""
         self.runs: RowRuns | None = None
         """Tokens of the decodes in place of those in `ids`, of a step with drafts."""
+        self.reading: DeviceTime | None = None
+        """The time of what a drafter reads late before the step, if anything."""
         self.lines: list[SentLines] = []
         """Lines of log-probabilities, in the memory of `result`."""
         self.pooled: dict[int, Tensor] = {}
@@ -181,7 +200,8 @@ class CudaStep:
             verified[work] = Verified(ids[:count], told)
             if work < runs.planned and work not in self.late:
                 drafted[work] = drafts
-        return with_verified(result, verified, drafted)
+        result = with_verified(result, verified, drafted)
+        return result if self.reading is None else result._replace(late_seconds=self.reading.seconds())
 
     def _ids_of(self, work: int, tokens: Sequence[int]) -> Sequence[int]:
         """Return the ids, or a code, that a work item has chosen; `tokens` are the first ones of all."""

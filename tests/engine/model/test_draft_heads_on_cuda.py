@@ -75,6 +75,20 @@ def test_drafts_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "EAGLE-3 of all tokens, named like a layer", "Medusa"])
+def test_drafts_are_the_same_behind_many_steps_without(
+    name: str, target_folder: Path, model: Any, gpu: Gpu, tmp_path: Path
+) -> None:
+    """Fewer than may be unread of a row, as many and more, while rows wait for others."""
+    torch.manual_seed(3)
+    head, rows = HEADS[name](), [ids * 2 for ids in drawn()]
+    expected = [head.drafts(states_of(model, ids), ids[1:], DEPTH) for ids in rows]
+    with torch.inference_mode():
+        drafting = CudaDrafting(gpu, target_folder, head.write(tmp_path / "head"), DEPTH)
+        for seed in range(4):
+            assert drafting.verified(rows, seed, 2, pauses=True) == expected
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "EAGLE-3 of all tokens, named like a layer", "Medusa"])
 def test_drafts_of_rows_that_sample_have_the_noise_of_their_places(
     name: str, target_folder: Path, model: Any, gpu: Gpu, tmp_path: Path
 ) -> None:

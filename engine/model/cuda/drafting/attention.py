@@ -28,6 +28,8 @@ __all__ = ["HeadAttention"]
 
 _WAYS: Final = ("even", "split")
 """Ways to attend in decodes that the host does not plan, that leave storing to others and compile in seconds."""
+_TOGETHER: Final = "split"
+"""The one of these that takes any heads, and any number of lines of a row."""
 
 
 class HeadAttention:
@@ -56,19 +58,26 @@ class HeadAttention:
         """
         self._shape, self._arch, self._pages = ops.shape, ops.arch, pages
         self._decodes = _decodes(ops.shape, ops.arch, kernels.decodes)
+        self._together = _by_name(kernels.decodes, ops.shape, ops.arch)[_TOGETHER]
         self._room = DecodeRoom(ops.arch, ops.device, most_rows=most_lines, pdl=False)
         self._steps: dict[int, DecodeStep] = {}
-        """Steps by the address of their tokens and the number of their lines."""
+        """Steps by the address of their tokens, the number of their lines, and that of a row's."""
         self._like = next((mixer for mixer, each in target.items() if _same(each.shape, ops.shape)), None)
         """Mixer of the target that attends in the same way, whose plans for prompts serve the head, too."""
         self._own = None if self._like is not None else _prefills(ops, kernels)
 
-    def decode(self, inputs: DecodeInputs) -> DecodeStep:
-        """Return a decode step over `inputs`, and enqueue what its attention prepares; a graph captures that."""
-        key = hash((inputs.tokens_B.data_ptr(), len(inputs.tokens_B)))
+    def decode(self, inputs: DecodeInputs, of_row: int = 1) -> DecodeStep:
+        """Return a decode step over `inputs`, and enqueue what its attention prepares; a graph captures that.
+
+        Args:
+            inputs: Inputs of the lines.
+            of_row: Number of lines, one behind the other, that make up a row, whose keys are read once for all of them.
+        """
+        key = hash((inputs.tokens_B.data_ptr(), len(inputs.tokens_B), of_row))
         step = self._steps.get(key)
         if step is None:
-            opened = self._decodes.open(self._shape, inputs, self._room)
+            kernel = self._decodes if of_row == 1 else self._together
+            opened = kernel.open(self._shape, inputs, self._room, of_row)
             assert isinstance(opened, DecodeStep)
             step = self._steps[key] = opened
         step.attention.deal(inputs)
@@ -95,9 +104,13 @@ def _same(one: HeadShape, other: HeadShape) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in HeadShape.__slots__)
 
 
+def _by_name(kernels: Sequence[DecodeKernel], shape: HeadShape, arch: Arch) -> dict[str, DecodeKernel]:
+    return {each.name: each for each in kernels if each.name in _WAYS and each.refuses(shape, arch) is None}
+
+
 def _decodes(shape: HeadShape, arch: Arch, kernels: Sequence[DecodeKernel]) -> DecodeKernel:
-    by_name = {each.name: each for each in kernels}
-    able = [by_name[name] for name in _WAYS if name in by_name and by_name[name].refuses(shape, arch) is None]
+    by_name = _by_name(kernels, shape, arch)
+    able = [by_name[name] for name in _WAYS if name in by_name]
     return next(each for each in able if compiles(each.builds(shape), "drafts attend by another kernel"))
 
 

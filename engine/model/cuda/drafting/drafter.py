@@ -1,4 +1,5 @@
 """`CudaDrafter`: the protocol of what guesses tokens inside the graphs of decode steps; it has no behaviour of its own.
+`LateDrafter` is that of one which reads a step without drafts later.
 
 A step of depth k computes k + 1 lines for each of its rows: line (b, j), in row-major order, is row b's token j places
 behind its last known one, so that j = 0 is the token that any step computes and the others are drafts. Lines without a
@@ -9,7 +10,7 @@ before it left, so that a prompt, a decode without drafts and one with drafts le
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from headrace.ops.cuda.attention.steps import CudaKv, CudaStep
 from headrace.ops.cuda.fused import DecodeInputs
 from headrace.ops.cuda.sampling.sample import Asks
 
-__all__ = ["CudaDrafter", "Decoded", "Prefilled", "RowTable"]
+__all__ = ["CudaDrafter", "Decoded", "LateDrafter", "Prefilled", "RowTable"]
 
 
 class RowTable(NamedTuple):
@@ -34,6 +35,9 @@ class RowTable(NamedTuple):
     """Position of each row's last known token, int32: the number of tokens whose keys and values are written."""
     most_R: Tensor
     """Largest number of drafts of each row that the present step may verify, int32; there are pages for so many."""
+    read_R: Tensor
+    """Number of each row's positions that the drafter has read, int32. A drafter that reads keeps it up to date; where
+    a row begins, or goes back, its owner sets it to the first position that is computed."""
     table_RP: Tensor
     """Page numbers of each row, int32."""
     pages: NDArray[np.int32]
@@ -113,4 +117,22 @@ class CudaDrafter(Protocol):
 
     def take_up_prompts(self, prefilled: Prefilled) -> None:
         """Enqueue what the drafter keeps of prompts, outside a graph."""
+        ...
+
+
+@runtime_checkable
+class LateDrafter(CudaDrafter, Protocol):
+    """A drafter that reads what steps without drafts compute when `catch_up` says so, if it is not too late by then."""
+
+    @property
+    def behind(self) -> int:
+        """Number of a row's last positions that may be unread where it drafts, and that a step with drafts leaves."""
+        ...
+
+    def catch_up(self, rows_B: Tensor) -> None:
+        """Enqueue the reading of up to `LAG` unread positions of each of some rows; a graph captures the launches.
+
+        Args:
+            rows_B: Row numbers, int32, at most `MOST_ROWS`; the padding row may come more than once.
+        """
         ...

@@ -95,7 +95,7 @@ class CudaDrafts:
         self._device = device = kv[0].device
         self.lines = most_lines(capacity.max_rows, self.most)
         """Most lines of a step."""
-        pages = rows.table_RP, rows.pages, kv
+        pages = rows.read_R, rows.table_RP, rows.pages, kv
         self._asks = Asks(rows.temperature_R, rows.top_k_R, rows.top_p_R, rows.min_p_R, rows.seed_R)
         self.drafter = wanted.open(RowTable(rows.pool_RC, rows.lengths_R, rows.most_R, *pages, self.lines, self._asks))
         size = capacity.max_rows
@@ -105,6 +105,7 @@ class CudaDrafts:
 
         self._line_rows, self._counts, self._ids = words(self.lines), words(size), words(size)
         self._going, self._places = words(size), words(size)
+        self._ones = torch.ones_like(self._going)
         self._runs = words(self.lines + HEAD * size)
         self._sent_2L = torch.empty(2, self.lines, dtype=torch.int32, pin_memory=True)
         """Tokens and rows of the lines of the latest step that `send` was called for."""
@@ -140,7 +141,7 @@ class CudaDrafts:
             states: Hidden states of its lines, with the inputs of the layers that `CudaDrafter.taps` names.
         """
         active_B = self._rows.active_R[:bucket]
-        line_rows_L, counts_B = active_B, torch.ones_like(active_B)
+        line_rows_L, counts_B = active_B, self._ones[:bucket]
         if depth:
             line_rows_L, counts_B = self.line_rows(bucket, depth), self._runs_of(bucket, depth)[:, 1]
         self.drafter.take_up(Decoded(depth, active_B, inputs, line_rows_L, counts_B, steps, states))

@@ -2,7 +2,8 @@
 
 They own what a head keeps of each row between steps: the state of the row's last position whose following token is
 known. A recurrent head's keys and values lie in the pages of the target, as those of one more layer, at the places of
-the positions that they belong to. Next to read: ../../drafting/heads/recurrent.py, then attention.py.
+the positions that they belong to. It reads steps without drafts late (unread.py). Next to read:
+../../drafting/heads/recurrent.py, then attention.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from headrace.engine.model.cuda.drafting.attention import HeadAttention
 from headrace.engine.model.cuda.drafting.choice import DraftChoice
 from headrace.engine.model.cuda.drafting.drafter import Decoded, Prefilled, RowTable
 from headrace.engine.model.cuda.drafting.inputs import LineInputs
+from headrace.engine.model.cuda.drafting.unread import LAG, KeptStates, UnreadLines, last_of_rows
 from headrace.engine.model.cuda.operations import positions_of
 from headrace.engine.model.drafting.heads.medusa import MedusaHeads
 from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
@@ -33,7 +35,7 @@ _UNKNOWN: Final = -1
 
 
 class _States:
-    """The latest state of each row; rows get drafts if it is the one of their last token but one."""
+    """The state of the last position that was read of each row; rows get drafts if none behind it is unread."""
 
     def __init__(self, rows: RowTable, size: int, dtype: torch.dtype) -> None:
         """Know nothing of any row."""
@@ -42,18 +44,16 @@ class _States:
         device = rows.lengths_R.device
         self._states_RE = torch.zeros(len(rows.lengths_R), size, dtype=dtype, device=device)
         self._known_R = torch.full_like(rows.lengths_R, _UNKNOWN)
-        """Position of each row's last token when its state was computed."""
+        """Position behind that of each row's state."""
 
-    def keep(self, rows_B: Tensor, lengths_B: Tensor, states_BE: Tensor) -> None:
-        """Keep the state of rows (int64) whose last token has these positions; of padding it does not matter."""
+    def keep(self, rows_B: Tensor, ends_B: Tensor, states_BE: Tensor) -> None:
+        """Keep the state of rows (int64) that are read up to the positions before these; of padding it is no matter."""
         self._states_RE[rows_B] = states_BE
-        self._known_R[rows_B] = lengths_B.int()
+        self._known_R[rows_B] = self.rows.read_R[rows_B] = ends_B.int()
 
     def keep_last(self, positions_N: Tensor, rows_N: Tensor, states_NE: Tensor) -> None:
         """Keep the state of the last of each row's positions, which are packed one row (int64) after the other."""
-        ends_N = torch.ones_like(rows_N, dtype=torch.bool)
-        ends_N[:-1] = rows_N[1:] != rows_N[:-1]
-        self.keep(torch.where(ends_N, rows_N, self.padding_row), positions_N + 1, states_NE)
+        self.keep(last_of_rows(rows_N, self.padding_row), positions_N + 1, states_NE)
 
     def of(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states of rows (int64), and which of these are known and up to date, bool."""
@@ -98,6 +98,8 @@ class MedusaDrafter:
 class RecurrentDrafter:
     """A head of EAGLE, EAGLE-2 or EAGLE-3, or a module for multi-token prediction."""
 
+    behind: Final = 0
+
     def __init__(
         self,
         head: RecurrentHead[CudaProduct, CudaStep, CudaKv],
@@ -118,9 +120,12 @@ class RecurrentDrafter:
         (self._mixer,) = ops
         self._head, self._ops, self._attention, self._kv = head, ops[self._mixer], attention, (kv,)
         self._chain = self._ops.products.room.chain
-        self._states = _States(rows, head.spec.block.hidden_size, self._ops.shape.dtype)
-        self._choice = DraftChoice(rows, head.spec.draft_vocab_size, head.ids_D)
+        spec, dtype = head.spec, self._ops.shape.dtype
+        self._states = _States(rows, spec.block.hidden_size, dtype)
+        self._choice = DraftChoice(rows, spec.draft_vocab_size, head.ids_D)
         self._page_size = self._ops.shape.page_size
+        self._unread = UnreadLines(rows, self._page_size)
+        self._kept = KeptStates(rows, len(spec.taps), spec.target_size, dtype)
         self._inputs = LineInputs(rows.table_RP, len(rows.lengths_R) - 1)
 
     @property
@@ -144,15 +149,28 @@ class RecurrentDrafter:
             ids_B = self._choice.choose(self._head.logits(states_BE), rows_B, counts_B)
 
     def take_up(self, decoded: Decoded) -> None:
-        """Compute the head's states of a step's lines; entries behind refused drafts are overwritten before use.
+        """Compute the head's states of a step's lines, or keep the target's if the step has no drafts.
 
-        Lines without a draft leave theirs in the scratch page, as in the target.
+        Entries behind refused drafts are overwritten before use. Lines without a draft leave theirs in the scratch
+        page, as in the target.
         """
+        if not decoded.depth:
+            self._kept.keep(decoded)
+            return
         inputs = decoded.inputs
         following_L = self._states.following(decoded.line_rows_L.long(), inputs.positions_B)
         entries_LE = self._head.fused(decoded.states)
         states_LE = self._advance(following_L, entries_LE, self._attention.decode(inputs), decoded.line_rows_L)
         _keep_last_lines(self._states, decoded, states_LE)
+
+    def catch_up(self, rows_B: Tensor) -> None:
+        """Compute the head's states of positions that steps without drafts have left."""
+        unread = self._unread.of(rows_B)
+        following_L = self._states.following(unread.line_rows_L.long(), unread.inputs.positions_B)
+        entries_LE = self._head.fused(self._kept.of(unread))
+        step = self._attention.decode(unread.inputs, LAG)
+        states_LE = self._advance(following_L, entries_LE, step, unread.line_rows_L)
+        self._states.keep(unread.rows_B, unread.ends_B, states_LE[unread.last_B])
 
     def take_up_prompts(self, prefilled: Prefilled) -> None:
         """Compute the head's states of all tokens; behind a prompt that goes on, the following token is known, too."""

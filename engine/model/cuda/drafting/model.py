@@ -1,9 +1,9 @@
 """`ModelDrafter`: a smaller model inside the graphs of decode steps, which drafts one token after the other.
 
-Its layers keep their keys and values in pages with the numbers of the target's, behind the target's own. It reads all
-that the target reads, in the same steps: prompts behind the target, and of rows that decode the last two known tokens,
-of which the first is new to it where all drafts of the step before were right. So nothing is kept of a row but what
-lies in its pages. Next to read: attention.py.
+Its layers keep their keys and values in pages with the numbers of the target's, behind the target's own. It reads
+prompts behind the target, in the same steps, and in steps with drafts the last two known tokens of each row, of which
+the first is new to it where all drafts of the step before were right. What steps without drafts compute it reads late
+(unread.py). So nothing is kept of a row but what lies in its pages. Next to read: attention.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from headrace.engine.model.cuda.drafting.attention import HeadAttention
 from headrace.engine.model.cuda.drafting.choice import DraftChoice
 from headrace.engine.model.cuda.drafting.drafter import Decoded, Prefilled, RowTable
 from headrace.engine.model.cuda.drafting.inputs import LineInputs
-from headrace.engine.model.cuda.operations import CudaDecoder
+from headrace.engine.model.cuda.drafting.unread import LAG, UnreadLines, last_of_rows
+from headrace.engine.model.cuda.operations import CudaDecoder, positions_of
 from headrace.engine.model.spec import MixerSpec
 from headrace.ops.cuda.attention.steps import CudaKv, PrefillStep
 from headrace.ops.cuda.block import CudaOps
@@ -60,6 +61,7 @@ class ModelDrafter:
     """A draft model for the rows of one runner."""
 
     taps: Final[tuple[int, ...] | None] = ()
+    behind: Final = 1
 
     def __init__(self, model: CudaDraftModel, rows: RowTable) -> None:
         """Draft for `rows`, whose last pages are those of the model's layers."""
@@ -81,8 +83,7 @@ class ModelDrafter:
         self._line_rows = torch.zeros(lines, dtype=torch.int32, device=device)
         self._firsts = torch.arange(0, lines, 2, device=device)
         self._one_R = torch.ones_like(rows.lengths_R)
-        self._ends_R = torch.zeros_like(rows.lengths_R)
-        """Position of the last token that each row of a step has computed, in steps without drafts."""
+        self._unread = UnreadLines(rows, self._page_size, model.context)
 
     def draft(self, rows_B: Tensor, depth: int, counts_B: Tensor) -> None:
         """Enqueue the drafts of a step, as `CudaDrafter.draft` says; rows without drafts are read, too."""
@@ -90,7 +91,7 @@ class ModelDrafter:
         left_B = (self._model.context - rows.lengths_R[places_B]).clamp(0, depth)
         counts_B.copy_(torch.where(rows_B == self._padding_row, 0, left_B))
         self._choice.begin(rows_B)
-        self._choose(self._read_last(rows_B, rows.lengths_R), rows_B, counts_B)
+        self._choose(self._read_last(rows_B), rows_B, counts_B)
         most_B = torch.minimum(counts_B, rows.most_R[places_B])
         inputs = self._inputs.of(len(rows_B))
         for place in range(1, depth):
@@ -107,14 +108,21 @@ class ModelDrafter:
             self._choose(self._read(inputs, going_B), rows_B, counts_B)
 
     def take_up(self, decoded: Decoded) -> None:
-        """Read the token that each row has computed in a step without drafts; `draft` has read those of others."""
-        if not decoded.depth:
-            self._ends_R[decoded.rows_B.long()] = decoded.inputs.positions_B
-            self._ends_R[self._padding_row].zero_()
-            self._read_last(decoded.rows_B, self._ends_R)
+        """Note what `draft` has read of a step with drafts: of right ones all but perhaps the last."""
+        if decoded.depth:
+            rows, rows_B = self._rows, decoded.rows_B.long()
+            rows.read_R[rows_B] = rows.lengths_R[rows_B] - 1
+
+    def catch_up(self, rows_B: Tensor) -> None:
+        """Read tokens that steps without drafts have left."""
+        unread = self._unread.of(rows_B)
+        self._read(unread.inputs, unread.line_rows_L, self._firsts[:1], LAG)
+        self._rows.read_R[unread.rows_B] = unread.ends_B
 
     def take_up_prompts(self, prefilled: Prefilled) -> None:
         """Read the tokens of prompts, as far as the model's context goes."""
+        last_N = last_of_rows(prefilled.rows_N, self._padding_row)
+        self._rows.read_R[last_N] = positions_of(next(iter(prefilled.steps.values()))).int() + 1
         if not self._model.reads_all:
             within = _within(prefilled, self._model.context)
             if within is None:
@@ -124,9 +132,10 @@ class ModelDrafter:
         steps = {mixer: by_shape[ops.shape.key] for mixer, ops in self._model.ops.items()}
         self._model.decoder.hidden(self._known(prefilled.tokens_N), steps, self._kv, self._firsts[:1])
 
-    def _read_last(self, rows_B: Tensor, ends_R: Tensor) -> Tensor:
-        """Read the tokens at the positions `ends_R` of rows, and those before them; return the states of the former."""
+    def _read_last(self, rows_B: Tensor) -> Tensor:
+        """Read the last two known tokens of rows; return the states of the last ones."""
         rows, inputs = self._rows, self._inputs.of(2 * len(rows_B))
+        ends_R = rows.lengths_R
         line_rows_L = self._line_rows[: 2 * len(rows_B)]
         reading_B = torch.where(ends_R[rows_B.long()] < self._model.context, rows_B, self._padding_row).int()
         before_B = ends_R[reading_B.long()].clamp(max=1)
@@ -136,11 +145,11 @@ class ModelDrafter:
         )  # fmt: skip
         return self._read(inputs, line_rows_L, self._firsts[: len(rows_B)] + before_B)
 
-    def _read(self, inputs: DecodeInputs, line_rows_L: Tensor, last_B: Tensor | None = None) -> Tensor:
-        """Read the tokens of some lines; return the states of the lines `last_B`, or of all."""
+    def _read(self, inputs: DecodeInputs, line_rows_L: Tensor, last_B: Tensor | None = None, of_row: int = 1) -> Tensor:
+        """Read the tokens of some lines, `of_row` for each row; return the states of the lines `last_B`, or of all."""
         with self._chain.watched(), self._any.experts.padded(Padding(line_rows_L, self._padding_row)):
             self._chain.note(_PREPARATION)
-            by_shape = {key: attention.decode(inputs) for key, attention in self._attention.items()}
+            by_shape = {key: attention.decode(inputs, of_row) for key, attention in self._attention.items()}
             steps = {mixer: by_shape[ops.shape.key] for mixer, ops in self._model.ops.items()}
             return self._model.decoder.hidden(self._known(inputs.tokens_B), steps, self._kv, last_B)
 
