@@ -64,8 +64,9 @@ def compiling_for(arch: str, cache: Path) -> Iterator[set[Launch]]:
         patch.setattr(jit, "run", compile_only)
         patch.setattr(triton.knobs.cache, "dir", str(cache))
         stream = SimpleNamespace(wait_stream=lambda other: None)
-        rows = importlib.import_module("headrace.ops.cuda.experts.coded.rows")  # csrc/ has a test of its own
-        patch.setattr(rows, "compiled", lambda name, **sizes: SimpleNamespace(run=lambda *given: None))
+        for name in ("coded.rows", "dense"):  # csrc/ has a test of its own
+            products = importlib.import_module(f"headrace.ops.cuda.experts.{name}")
+            patch.setattr(products, "compiled", lambda name, **sizes: SimpleNamespace(run=lambda *given: None))
         patch.setattr(torch, "_scaled_mm", lambda *given, out, **named: out)  # torch's own; meta has none
         patch.setattr(torch.cuda, "current_stream", lambda: stream)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())

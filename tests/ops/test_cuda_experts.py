@@ -15,12 +15,13 @@ from typing import Any
 from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.cuda.experts.coded.byte_tiles import takes_bytes
-from headrace.ops.cuda.experts.kernels import EXPERTS
+from headrace.ops.cuda.experts.kernels import EXPERTS, DenseExperts
 from headrace.ops.cuda.experts.packed import CudaExperts, ExpertProducts
 from headrace.ops.cuda.experts.registry import ExpertShape, Padding, resolve_experts
 from headrace.ops.cuda.hazards import Chain
 from headrace.ops.cuda.products.linear import LinearScratch
 from headrace.ops.cuda.products.registry import ProductRoom
+from headrace.ops.cuda.tuning.table import ANY
 from headrace.ops.experts import Experts, route
 from headrace.ops.formats import Stored
 from headrace.ops.quantised import Float4Groups, Fp8
@@ -42,10 +43,10 @@ def _same_numbers() -> None:
     torch.manual_seed(0)
 
 
-def products(*, pdl: bool | None = None) -> ExpertProducts:
+def products(*, pdl: bool | None = None, kernels: Any = EXPERTS) -> ExpertProducts:
     arch = Arch.of(GPU)
     overlaps = arch.has("dependent_launch") if pdl is None else pdl
-    return ExpertProducts(arch, ProductRoom(LinearScratch(GPU, arch, floats=1), 1e-6, overlaps, Chain()))
+    return ExpertProducts(arch, ProductRoom(LinearScratch(GPU, arch, floats=1), 1e-6, overlaps, Chain()), kernels)
 
 
 def dense(count: int, outs: int, ins: int) -> tuple[Stored, ...]:
@@ -215,3 +216,90 @@ def test_rows_of_experts_in_codes(format: Any, activation: Any) -> None:
             padded = packed(x)
         assert torch.equal(padded[numbers % 3 != 1], packed(x)[numbers % 3 != 1])
         assert not padded[numbers % 3 == 1].any()
+
+
+class AnyRows(DenseExperts):
+    """The kernel of csrc/ for dense weights, wherever it pays."""
+
+    def rows(self, arch: Arch, shape: ExpertShape) -> range:
+        return ANY
+
+
+def dense_alone(*, pdl: bool | None = None) -> ExpertProducts:
+    if not Arch.of(GPU).has("wgmma"):
+        pytest.skip("needs Hopper")
+    return products(pdl=pdl, kernels=(AnyRows(),))
+
+
+DENSE_SIZES = {
+    "partial": (Routing(6, 3, renormalise=True), 576, 320),
+    "qwen3-30b-a3b": SIZES["qwen3-30b-a3b"],
+    "mixtral, a quarter": SIZES["mixtral, a quarter"],
+    "gpt-oss-20b": (Routing(32, 4, "softmax_of_chosen"), 2880, 2880),
+    "glm-4.5-air, an eighth": (Routing(16, 8, "sigmoid", renormalise=True), 4096, 1408),
+    "deepseek-v2-lite": (Routing(64, 6), 2048, 1408),
+}
+DENSE_ROWS = (1, 5, 16, 40, 64, 65, 256, 700, 2900)
+"""Tiles of every size, by the experts that they are divided among."""
+
+
+@pytest.mark.parametrize("name", list(DENSE_SIZES))
+def test_dense_experts_in_whole_tiles(name: str) -> None:
+    routing, hidden, size = DENSE_SIZES[name]
+    activation = "clamped_swiglu" if "gpt-oss" in name else "silu"
+    packed = dense_alone().pack(layer(routing, hidden, size, activation), torch.bfloat16)
+    x = torch.randn(DENSE_ROWS[-1], hidden, device=GPU).bfloat16()
+    for rows in DENSE_ROWS:
+        check(packed, x[:rows])
+    # Of more than 512 tokens, programs that choose have more of them, and may add up a token's scores in another order.
+    for few, rows in ((5, 16), (16, 64), (65, 256), (256, 512), (700, 2900)):
+        assert torch.equal(packed(x[:few]), packed(x[:rows])[:few]), f"{few} rows alone and among {rows}"
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu"])
+def test_activations_with_biases_of_dense_experts(activation: str) -> None:
+    packed = dense_alone().pack(layer(Routing(6, 3), 576, 320, activation), torch.bfloat16)
+    for rows in (5, 17, 64, 130, 600):
+        check(packed, torch.randn(rows, 576, device=GPU).bfloat16())
+
+
+@pytest.mark.parametrize("rows", [16, 64, 130, 1000, 1100])
+def test_dense_experts_of_skewed_choices_and_padding(rows: int) -> None:
+    made = dense_alone()
+    experts = layer(Routing(128, 8), 576, 192)
+    experts.router_XE.zero_()  # all choose the first eight
+    packed, x = made.pack(experts, torch.bfloat16), torch.randn(rows, 576, device=GPU).bfloat16()
+    check(packed, x)
+    numbers = torch.arange(rows, device=GPU, dtype=torch.int32)
+    with made.padded(Padding(torch.where(numbers % 3 == 1, rows, numbers), rows)):
+        out = packed(x)
+    real = numbers % 3 != 1
+    assert torch.equal(out[real], packed(x)[real]) and not out[~real].any()
+    with made.padded(Padding(torch.full_like(numbers, rows), rows)):
+        assert not packed(x).any(), "all rows are padding"
+
+
+def test_one_row_for_each_dense_expert() -> None:
+    experts = layer(Routing(128, 1), 576, 192)
+    x = torch.randn(128, 576, device=GPU).bfloat16()
+    experts.router_XE.copy_(x.flip(0).float())  # the first row goes to the last expert, and so on
+    packed = dense_alone().pack(experts, torch.bfloat16)
+    assert (route(x.float() @ packed.weights.router_XE.T, experts.routing).ids_NK[:, 0].flip(0).cpu()
+            == torch.arange(128)).all()  # fmt: skip
+    check(packed, x)
+
+
+def test_dense_experts_without_overlaps_and_in_a_graph() -> None:
+    routing, hidden, size = SIZES["qwen3-30b-a3b"]
+    experts = layer(routing, hidden, size)
+    packed, alone = (dense_alone(pdl=pdl).pack(experts, torch.bfloat16) for pdl in (True, False))
+    for rows in (16, 64, 256, 4096):
+        x = torch.randn(rows, hidden, device=GPU).bfloat16()
+        packed(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = packed(packed(x))
+        for _ in range(3):
+            x.normal_()
+            graph.replay()
+            assert torch.equal(out, alone(alone(x))), rows

@@ -24,9 +24,10 @@ from headrace.ops.cuda.arch import Arch
 from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.cuda.experts.arena import arena_of, kind_of_experts
 from headrace.ops.cuda.experts.choose import allocate_choices, allocate_lists, choose, most_tiles
+from headrace.ops.cuda.experts import gather
 from headrace.ops.cuda.experts.coded import coded_vector
-from headrace.ops.cuda.experts.coded.gather import gathered_rows
 from headrace.ops.cuda.experts.few import route_few
+from headrace.ops.cuda.experts.gather import gathered_rows
 from headrace.ops.cuda.experts.logits import allocate_logits, router_logits
 from headrace.ops.cuda.experts.registry import ExpertWeights, Padding, split_router
 from headrace.ops.cuda.experts.running import TileExpertsRun, VectorExpertsRun
@@ -56,13 +57,16 @@ CPU = torch.device("cpu")
 
 
 def check_lists(ids, lists, experts):
-    # Each expert's pairs in order, and tiles that cover them.
+    # Each expert's pairs in order, and tiles that cover them: as few as can be, alike in multiples of 32 rows.
     rows, ranks = ids.shape
     pairs, tiles = [], []
     for expert in range(experts):
         own = [row * ranks + rank for row in range(rows) for rank in range(ranks) if ids[row, rank] == expert]
-        starts = range(0, len(own), lists.rows)
-        tiles += [[expert, len(pairs) + start, min(lists.rows, len(own) - start)] for start in starts]
+        count = -(-len(own) // lists.rows)
+        each = min(lists.rows, -(-len(own) // (max(count, 1) * 32)) * 32)
+        starts = range(0, len(own), max(each, 1))
+        assert len(starts) == count
+        tiles += [[expert, len(pairs) + start, min(each, len(own) - start)] for start in starts]
         pairs += own
     assert lists.pairs_P[: len(pairs)].tolist() == pairs
     assert lists.ends_2.tolist() == [len(tiles), 0]
@@ -96,7 +100,9 @@ def check_choices():
                 logits = logits.round()  # equal ones: the lower number comes first
             scales = torch.rand(experts) + 0.5 if rows in (3, 17) else None
             want, chosen = route(logits, routing, correction, scales), allocate_choices(rows, routing, CPU)
-            lists = allocate_lists(rows, routing, 16, torch.zeros(2, dtype=torch.int32))
+            tile_rows = 96 if rows == 700 else 16
+            gather._FEW = 0 if rows == 700 else 4096  # several places of a program
+            lists = allocate_lists(rows, routing, tile_rows, torch.zeros(2, dtype=torch.int32))
             numbers = torch.arange(rows, dtype=torch.int32)
             padding = Padding(torch.where(numbers % 5 == 1, 99, numbers), 99) if rows in (3, 17, 65) else None
             if rows <= 4:

@@ -696,7 +696,7 @@ def compile_with_nvcc(arch: str, part: int, tmp_path: Path) -> None:
         sources = Path(importlib.import_module("headrace.ops.cuda.compiling.source").__file__ or "").parents[1] / "csrc"
     ffi = Path((importlib.util.find_spec("tvm_ffi") or pytest.fail("needs apache-tvm-ffi")).origin or "").parent
     includes = [f"-I{folder}" for folder in (*toolkit.includes, ffi / "include", ffi / "3rdparty/dlpack/include")]
-    hoppers = {"even_decode", "even_linear", "expert_rows", "many_rows"}
+    hoppers = {"even_decode", "even_linear", "expert_dense", "expert_rows", "many_rows"}
     assert {name for name, _ in asked} >= (hoppers if arch == "sm_90" else {"even_decode"})
     target = f"{arch.removeprefix('sm_')}a"
     for number, (name, sizes) in enumerate(part_of(asked, part)):

@@ -12,6 +12,7 @@
 
 #define SOURCE "expert_rows"
 #include "codes.cuh"
+#include "experts.cuh"
 
 namespace {
 
@@ -48,8 +49,6 @@ struct Tiling {
 
 template <class S>
 using Slots = Ring<S::kSlots, S::kSlotBytes>;
-
-enum Activation { kSilu = 0, kGeluTanh = 1, kClampedSwiglu = 2 };
 
 struct Arguments {
   CUtensorMap weight;  // bytes: [experts, lines, size_in]; of gates and ups [experts, F / 8, (gate, up), 8, size_in]
@@ -99,15 +98,6 @@ __device__ void fetch_box_of_four(void* target, const CUtensorMap* map, int inne
       : "memory");
 }
 
-// Eight lines of gates, eight of ups, and so on.
-__device__ void fetch_gated(void* target, const CUtensorMap* map, int inner, int eight, int expert, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(target)),
-      "l"(map), "r"(inner), "r"(0), "r"(eight), "r"(expert), "r"(shared_address(barrier)), "l"(kReadOnce)
-      : "memory");
-}
-
 template <class S>
 __device__ void fetch_numbers(uint8_t* target, const CUtensorMap* map, int bytes, const Piece& piece, int chunk,
                               uint64_t* filled) {
@@ -122,7 +112,7 @@ template <class S>
 __device__ void fetch(const Arguments& with, uint8_t* slot, const Piece& piece, int chunk, uint64_t* filled) {
   barrier_expect(filled, S::kFetchedBytes);
   if constexpr (S::kGated) {
-    fetch_gated(slot, &with.weight, chunk * kWidth, piece.column * (S::kWide / 8), piece.expert, filled);
+    fetch_gated(slot, &with.weight, chunk * kWidth, piece.column * (S::kWide / 8), piece.expert, filled, kReadOnce);
   } else {
     fetch_box(slot, &with.weight, chunk * kWidth, piece.column * S::kWide, piece.expert, filled, kReadOnce);
   }
@@ -148,12 +138,6 @@ __device__ void stream(const Arguments& with, Slots<S> ring) {
 }
 
 // --- products
-
-#define EIGHT(i) FOUR(i), FOUR(i + 4)
-#define NUMBERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define NUMBERS_16 NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define NUMBERS_32 \
-  NUMBERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 
 // sum += a b^T over 16 inner elements.
 __device__ void multiply_add(float (&sum)[8], const uint32_t (&a)[4], uint64_t b) {
@@ -226,20 +210,6 @@ __device__ void sum_up(float (&sums)[S::kSums], Slots<S>& ring, const Arguments&
 }
 
 // --- what becomes of a piece
-
-// What is rounded where is written out here and below: a row's results must not depend on the rows of its tile, for which
-// the compiler may fuse other operations.
-__device__ float activated(float gate, float up, int activation) {
-  float inner = gate;
-  if (activation == kGeluTanh) {
-    const float cube = __fmul_rn(__fmul_rn(gate, gate), gate);
-    inner = __fmul_rn(1.5957691216057308f, __fmaf_rn(0.044715f, cube, gate));
-  } else if (activation == kClampedSwiglu) {
-    gate = fminf(gate, 7.f), inner = __fmul_rn(gate, 1.702f);
-    up = __fadd_rn(fminf(fmaxf(up, -7.f), 7.f), 1.f);
-  }
-  return __fdividef(__fmul_rn(gate, up), __fadd_rn(1.f, __expf(-inner)));
-}
 
 __device__ void put(const Arguments& with, int64_t row, int feature, float result) {
   const int64_t at = row * with.out_stride + feature;

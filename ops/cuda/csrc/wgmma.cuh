@@ -13,6 +13,7 @@ constexpr int kLine = 64;  // elements of a line of shared memory, 128 bytes
 constexpr int kBlock = 64;  // lines of the first operand of a wgmma
 constexpr int kTeam = 128;  // threads of a warpgroup
 constexpr uint64_t kReadOnce = 0x12F0000000000000;   // L2 policies: evict first
+constexpr uint64_t kReadNormally = 0x1000000000000000;
 constexpr uint64_t kReadOften = 0x14F0000000000000;  // evict last
 
 union Pair {
@@ -74,10 +75,10 @@ struct Ring {
   uint64_t* emptied;
   int at = 0, turn = 0;
 
-  // Before anybody waits; `readers` warps empty a slot.
-  __device__ void set_up(int readers) const {
+  // Before anybody waits; `readers` warps empty a slot, and `writers` arrive when they have filled it.
+  __device__ void set_up(int readers, int writers = 1) const {
     for (int slot = 0; slot < kSlots; ++slot) {
-      barrier_init(filled + slot, 1);
+      barrier_init(filled + slot, writers);
       barrier_init(emptied + slot, readers);
     }
   }

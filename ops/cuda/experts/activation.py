@@ -1,15 +1,21 @@
-"""Activations of experts' gates and ups, as functions of Triton's kernels (`ExpertActivation` of ops/routing.py)."""
+"""Activations of experts' gates and ups, as functions of Triton's kernels, and their numbers in csrc/."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import triton
 import triton.language as tl
 
 from headrace.ops.experts import CLAMP, SLOPE
 
-__all__ = ["activated", "halves"]
+if TYPE_CHECKING:
+    from headrace.ops.routing import ExpertActivation
+
+__all__ = ["NUMBERS", "activated", "halves"]
+
+NUMBERS: Final[dict[ExpertActivation, int]] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+"""Activations, as csrc/experts.cuh numbers them."""
 
 _CLAMP: Final = tl.constexpr(CLAMP)
 _SLOPE: Final = tl.constexpr(SLOPE)

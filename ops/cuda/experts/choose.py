@@ -29,12 +29,15 @@ if TYPE_CHECKING:
 __all__ = ["Choices", "Lists", "allocate_choices", "allocate_lists", "choose", "most_tiles"]
 
 _LISTED: Final = 512
+"""Most tokens for which programs have few: weights may round differently where there are more."""
 _CHUNKS: Final = (16, 64)
 """Tokens of a program, and with more than `_LISTED` tokens."""
 _WARPS: Final = {16: 4, 64: 8}
 """Warps of a program, by its tokens."""
 _BLOCK: Final = 32
 """Chunks whose counts are read at once."""
+_STEP: Final = tl.constexpr(32)
+"""Rows, some of which a tile of more is cut to: what csrc/expert_dense.cu multiplies at once."""
 
 
 class Choices(NamedTuple):
@@ -126,15 +129,20 @@ def _fill(pairs, first, ranks, row, K: tl.constexpr):
 
 @triton.jit
 def _cut(lists, column, begin, total, tile_rows):
-    """Cut the lists of experts, which begin at places and have `total` pairs, into tiles."""
+    """Cut the lists of experts, which begin at places and have `total` pairs, into as few tiles as hold them.
+
+    Those of an expert are as large as each other, but for the last, and multiples of `_STEP` where tiles are larger.
+    """
     tiles = (total + tile_rows - 1) // tile_rows
+    each = (total + tl.maximum(tiles, 1) - 1) // tl.maximum(tiles, 1)
+    each = tl.minimum((each + _STEP - 1) // _STEP * _STEP, tile_rows)
     tile = lists.tiles_T3 + _exclusive(tiles) * 3
     for number in range(tl.max(tiles, axis=0)):
         mask = number < tiles
-        done = number * tile_rows
+        done = number * each
         tl.store(tile + number * 3, column, mask=mask)
         tl.store(tile + number * 3 + 1, begin + done, mask=mask)
-        tl.store(tile + number * 3 + 2, tl.minimum(total - done, tile_rows), mask=mask)
+        tl.store(tile + number * 3 + 2, tl.minimum(total - done, each), mask=mask)
     tl.store(lists.ends_2, tl.sum(tiles, axis=0))
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headrace.ops.cuda.experts.registry import ExpertKernel, ExpertRun, ExpertShape
     from headrace.ops.cuda.products.registry import ProductRoom
 
-__all__ = ["EXPERTS", "RowExperts", "TileExperts", "VectorExperts"]
+__all__ = ["EXPERTS", "DenseExperts", "RowExperts", "TileExperts", "VectorExperts"]
 
 _LINE: Final = 64
 """Inputs in 128 bytes."""
@@ -64,9 +64,7 @@ class RowExperts:
                 return "takes weights in codes"
             if (beyond := kind.beyond_expert_source) is not None:
                 return beyond
-        if shape.hidden % _LINE or shape.size % _LINE:
-            return f"takes multiples of {_LINE} inputs, not {(shape.hidden, shape.size)}"
-        return lacks_bfloat16(shape.dtype) or arch.lacks("wgmma")
+        return _lacks_lines(shape) or lacks_bfloat16(shape.dtype) or arch.lacks("wgmma")
 
     def rows(self, arch: Arch, shape: ExpertShape) -> range:
         """Return the tokens for which no other kernel is faster; more are multiplied as 8-bit floats by such."""
@@ -84,6 +82,32 @@ class RowExperts:
         if arch.lacks("wgmma"):
             return ()
         return [functools.partial(_build, kind.macros) for kind in kinds if kind.beyond_expert_source is None]
+
+
+class DenseExperts:
+    """Dense experts on Hopper (dense.py), in tiles that take as much arithmetic as they have rows."""
+
+    name = "dense"
+
+    def refuses(self, arch: Arch, shape: ExpertShape) -> str | None:
+        """Return what the kernel misses: dense weights, whole lines, bfloat16, or Hopper."""
+        if shape.gate_up is not None or shape.down is not None:
+            return "takes dense weights"
+        return _lacks_lines(shape) or lacks_bfloat16(shape.dtype) or arch.lacks("wgmma")
+
+    def rows(self, arch: Arch, shape: ExpertShape) -> range:
+        """Return the tokens for which Triton's tiles are slower."""
+        return arch.tuning.expert_dense_rows
+
+    def open(self, room: ProductRoom) -> ExpertRun:
+        """Return the kernel of csrc/ with Triton's around it."""
+        from headrace.ops.cuda.experts.dense_run import DenseExpertsRun
+
+        return DenseExpertsRun(room)
+
+    def builds(self, arch: Arch, kinds: Sequence[Kind]) -> Sequence[Callable[[], object]]:
+        """Return the function that compiles the source: other weights of a model may be in codes, and experts not."""
+        return () if arch.lacks("wgmma") else (_build_dense,)
 
 
 class TileExperts:
@@ -110,10 +134,22 @@ class TileExperts:
         return ()
 
 
+def _lacks_lines(shape: ExpertShape) -> str | None:
+    if shape.hidden % _LINE or shape.size % _LINE:
+        return f"takes multiples of {_LINE} inputs, not {(shape.hidden, shape.size)}"
+    return None
+
+
+def _build_dense() -> None:
+    from headrace.ops.cuda.compiling.source import compiled
+
+    compiled("expert_dense")
+
+
 def _build(macros: Mapping[str, int]) -> None:
     from headrace.ops.cuda.compiling.source import compiled
 
     compiled("expert_rows", **macros)
 
 
-EXPERTS: Final[tuple[ExpertKernel, ...]] = (VectorExperts(), RowExperts(), TileExperts())
+EXPERTS: Final[tuple[ExpertKernel, ...]] = (VectorExperts(), RowExperts(), DenseExperts(), TileExperts())

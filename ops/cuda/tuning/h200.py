@@ -40,6 +40,8 @@ H200: Final = Tuning(
     expert_rows=range(5, ANY.stop),
     expert_float_rows=range(5, 65),
     expert_row_tiles=((8, 16), (20, 32), (1 << 31, 64)),
+    expert_dense_rows=range(256, ANY.stop),
+    expert_dense_tiles=((4, 16), (12, 32), (40, 64), (100, 128), (1 << 31, 256)),
     decode={
         "fused": (_FEW,),
         "even": (Span(range(4, ANY.stop)),),

@@ -91,6 +91,10 @@ class Tuning:
     """The same for 8-bit floats, by which tokens beyond these are multiplied as 8-bit floats."""
     expert_row_tiles: tuple[tuple[int, int], ...]
     """Rows of a tile of these, 16, 32 or 64, in the form of `expert_tile_rows`."""
+    expert_dense_rows: range
+    """Tokens whose experts csrc/ computes, if they are dense."""
+    expert_dense_tiles: tuple[tuple[int, int], ...]
+    """Rows of a tile of these, 16 or a multiple of 32 up to 256, in the form of `expert_tile_rows`."""
     decode: Mapping[str, tuple[Span, ...]]
     """Batches for which each way to attend in decodes pays, with a cache of 16 bits."""
     decode_8_bits: Mapping[str, tuple[Span, ...]]

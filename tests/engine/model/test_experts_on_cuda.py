@@ -110,7 +110,7 @@ def test_the_list_has_lines_for_experts(family: str, changes: Any, shown: set[st
     listed = list_kernels(spec, Arch.named("sm_90"), rows=(1, 4, 5, 64, 4096))
     lines = {line.what: line for line in listed.lines}
     assert shown <= lines.keys()
-    assert lines["experts"].kernels == ("vector", "vector", "tiles", "tiles", "tiles")
+    assert lines["experts"].kernels == ("vector", "vector", "tiles", "tiles", "dense")
 
 
 def test_the_list_names_formats_that_are_unpacked(tmp_path: Path) -> None:
@@ -131,7 +131,12 @@ def test_every_number_of_tokens_has_a_kernel() -> None:
     assert refused == {
         **dict.fromkeys(("vector", "tiles"), "takes bfloat16, not float16"),
         "rows": "takes weights in codes",
+        "dense": "takes multiples of 64 inputs, not (64, 32)",
     }
+    wide = shape._replace(size=64)
+    table = resolve_experts(EXPERTS, hopper, wide).kernels
+    assert [table[rows].name for rows in (4, 5, 255, 256, 1 << 20)] == ["vector", "tiles", "tiles", "dense", "dense"]
+    assert "sm_90" not in resolve_experts(EXPERTS, Arch.named("sm_80"), wide).refused["dense"]
     for kind, last in ((mxfp4, "rows"), (Kind(INT4, 64), "rows"), (Kind(E4M3), "tiles"), (Kind(INT4, 16), "tiles")):
         coded = shape._replace(size=64, gate_up=kind, down=kind)
         table = resolve_experts(EXPERTS, hopper, coded).kernels
@@ -139,6 +144,7 @@ def test_every_number_of_tokens_has_a_kernel() -> None:
         assert [table[rows].name for rows in (4, 5, 64, 1 << 20)] == ["vector", few, few, last], kind.name
         assert resolve_experts(EXPERTS, hopper, coded._replace(size=96)).refused["rows"].startswith("takes")
         assert "rows" in resolve_experts(EXPERTS, Arch.named("sm_80"), coded).refused
+        assert resolve_experts(EXPERTS, hopper, coded).refused["dense"] == "takes dense weights"
 
 
 def test_a_floor_counts_the_experts_that_are_likely_read() -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.ops.cuda.experts.coded.gather import gathered_rows
 from headrace.ops.cuda.experts.coded.rows import row_products
+from headrace.ops.cuda.experts.gather import gathered_rows
 from headrace.ops.cuda.experts.running import ListedRun
 from headrace.ops.cuda.experts.tiles import tile_rows
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from headrace.ops.cuda.compiling.source import compiled
+from headrace.ops.cuda.experts.activation import NUMBERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["row_products"]
 
 _DOWNS: Final = -1
-_ACTIVATIONS: Final[dict[ExpertActivation, int]] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
-"""Activations, as csrc/expert_rows.cu numbers them."""
 
 
 def row_products(
@@ -56,5 +55,5 @@ def row_products(
     compiled("expert_rows", **first.kind.macros).run(
         x_PI, first.codes_OB, first.scales, first.zeros, pitch.words * 4, pitch.scales, pitch.zeros,
         weight.experts, x_PI[:0] if bias_XL is None else bias_XL, lists.tiles_T3, lists.ends_2, lists.pairs_P,
-        chosen.weights_NK, out_PO, lists.rows, _DOWNS if activation is None else _ACTIVATIONS[activation], pdl,
+        chosen.weights_NK, out_PO, lists.rows, _DOWNS if activation is None else NUMBERS[activation], pdl,
     )  # fmt: skip
