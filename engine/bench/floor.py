@@ -3,10 +3,10 @@
 A decode step reads every weight once (the output head too, the embedding table only where it is the head) and the keys
 and values of every position, and writes one position a row. A prompt costs the products' arithmetic and its causal
 attention. No step can be shorter than its bytes at the speed of a copy, or its arithmetic at the speed of one large
-product, both measured here. Of experts, those are read that independent choices, all equally likely, may be expected to
-hit: of X experts, N tokens that choose k each leave X (1 - k / X)^N unread. Launches, norms, sampling and the embedding
-rows are left out: a floor, not an estimate. On CPUs, where a write costs a read as well, a step that only reads can
-beat a copy by a third.
+product, both measured here. Of experts, those are read that a step was seen to choose (chosen.py). Where none was seen,
+they are those that independent choices, all equally likely, may be expected to hit: of X experts, N tokens that choose
+k each leave X (1 - k / X)^N unread. Launches, norms, sampling and the embedding rows are left out: a floor, not an
+estimate. On CPUs, where a write costs a read as well, a step that only reads can beat a copy by a third.
 """
 
 from __future__ import annotations
@@ -86,12 +86,13 @@ class Cost:
         return 1.0 - (1.0 - self.chosen) ** tokens
 
     def expected_experts(self, tokens: int) -> float:
-        """Return the distinct experts of a layer that so many tokens may be expected to choose, as the floor counts."""
+        """Return the distinct experts of a layer that so many tokens may be expected to choose."""
         return self.experts * self.read_share(tokens)
 
-    def _read(self, tokens: int) -> float:
-        """Return the bytes of weights that a step of so many tokens reads."""
-        return self.weight_bytes - self.expert_bytes * (1.0 - self.read_share(tokens))
+    def _read(self, tokens: int, experts: float | None = None) -> float:
+        """Return the bytes of weights that a step reads, of so many tokens and distinct `experts` of a layer."""
+        share = self.read_share(tokens) if experts is None else experts / self.experts
+        return self.weight_bytes - self.expert_bytes * (1.0 - share)
 
     @property
     def _passed(self) -> float:
@@ -103,10 +104,17 @@ class Cost:
         seen = [context if window is None else min(context, window) for window in self.windows]
         return sum(seen) / len(seen)
 
-    def decode_seconds(self, contexts: Sequence[int], speed: Speed) -> float:
-        """Return the floor of one decode step with a row of each of `contexts` tokens, the new one included."""
+    def decode_seconds(self, contexts: Sequence[int], speed: Speed, experts: float | None = None) -> float:
+        """Return the floor of one decode step.
+
+        Args:
+            contexts: Tokens of each row, the new one included.
+            speed: Speeds of the machine.
+            experts: Distinct experts that the step was seen to choose, on average over the layers with experts; None
+                for as many as may be expected.
+        """
         seen = sum(map(self._seen, contexts))
-        moved = self._read(len(contexts)) + self.kv_bytes * (seen + len(contexts))
+        moved = self._read(len(contexts), experts) + self.kv_bytes * (seen + len(contexts))
         flops = 2 * (self._passed + self.head_params) * len(contexts) + self.attention_flops * seen
         return max(moved / speed.bytes_per_second, flops / speed.flops_per_second)
 

@@ -1,4 +1,4 @@
-"""Watches an open engine's step loop from outside while a benchmark runs; the one file here that looks inside it.
+"""Watches an open engine's step loop from outside while a benchmark runs; besides chosen.py, no file looks inside it.
 
 It replaces methods of the loop, its scheduler and its runner on these instances and puts them back; it never changes
 what runs.
@@ -17,7 +17,7 @@ from headrace.engine import Engine
 from headrace.engine.bench.report import percentile
 from headrace.engine.scheduling.plan import Committed
 
-__all__ = ["Commit", "HostProfile", "Watch", "host_profile", "steady_intervals", "watching"]
+__all__ = ["Commit", "HostProfile", "Watch", "host_profile", "replaced", "steady_intervals", "watching"]
 
 _Method = Callable[..., Any]
 
@@ -70,7 +70,7 @@ def watching(engine: Engine, requests: int) -> Iterator[Watch]:
 
         return call
 
-    with _replaced(loop.meter, "committed", committed), _replaced(loop, "_deliver", deliver):
+    with replaced(loop.meter, "committed", committed), replaced(loop, "_deliver", deliver):
         yield watch
 
 
@@ -137,7 +137,7 @@ def host_profile(engine: Engine) -> Iterator[HostProfile]:
     profile = HostProfile()
     with ExitStack() as stack:
         for part, owner, name in _places(engine):
-            stack.enter_context(_replaced(owner, name, profile.timed(part, ends_step=part == "commit")))
+            stack.enter_context(replaced(owner, name, profile.timed(part, ends_step=part == "commit")))
         yield profile
 
 
@@ -163,8 +163,8 @@ def _places(engine: Engine) -> list[tuple[str, Any, str]]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, wrap: Callable[[_Method], _Method]) -> Iterator[None]:
-    """Put `wrap` around a method of one instance while the block lasts."""
+def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Put what `wrap` makes of an attribute of `owner`, such as a method, in its place while the block lasts."""
     before = vars(owner).get(name)
     setattr(owner, name, wrap(getattr(owner, name)))
     try:

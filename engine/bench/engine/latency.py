@@ -2,7 +2,8 @@
 
 A step's time is the interval between commits while every row decodes: no prefill, no start, no end. Prompts are shorter
 than the context asked for by half of what they grow, so that the mean step has that context; each repeat has fresh
-random ones. A peer's step is the difference of a long and a short run, divided by the tokens between them.
+random ones. A peer's step is the difference of a long and a short run, divided by the tokens between them. Of a mixture
+of experts the last repeat runs once more, not timed, to count the experts that its steps choose.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import anyio
 from rich.progress import Progress, TaskID
 
 from headrace.engine import Engine, InvalidParams, SamplingParams
+from headrace.engine.bench.chosen import counting
 from headrace.engine.bench.engine.peers import Peer, open_peer
 from headrace.engine.bench.opening import BenchmarkFailed, Subject, Target, opened, require_room
 from headrace.engine.bench.profile import steady_intervals, watching
@@ -100,7 +102,8 @@ async def _run(
             require_room(subject.engine, [prefill[1] + 1] * prefill[0])
         with open_peer(peer, subject, target) as other, Progress(transient=True) as progress:
             rounds = len(batches) * (2 if other else 1) + (1 if prefill else 0)
-            task = progress.add_task("measuring", total=rounds * (repeats + 1))
+            counts = len(batches) if _is_countable(subject) else 0
+            task = progress.add_task("measuring", total=rounds * (repeats + 1) + counts)
             measure = _Measure(subject, other, repeats, asked, progress, task)
             figures = [await measure.batch(batch, context, steps) for batch in batches]
             rates = await measure.prefill(*prefill) if prefill else []
@@ -114,7 +117,7 @@ async def _run(
             floor = prefill[0] * prefill[1] / subject.cost.prefill_seconds([prefill[1]] * prefill[0], subject.speed)
             data["prefill"] = {"shape": prefill, "tokens_per_second": rates, "floor_tokens_per_second": floor}
             _print_prefill(data["prefill"])
-        columns = (*_COLUMNS, *([_EXPECTED] if subject.cost.experts else []))
+        columns = (*_COLUMNS, *(_EXPERTS if subject.cost.experts else ()))
         columns = columns if other is None else (*columns, other.name, "ratio")
         show("decode step, ms", columns, [_row(each) for each in figures], data, json_path)
         if profile:
@@ -123,8 +126,8 @@ async def _run(
 
 
 _COLUMNS = ("batch", "median", "p10 to p90", "tok/s", "floor", "% of floor")
-_EXPECTED = "experts of a layer, expected of all"
-"""What the floor reads of a mixture of experts: by independent choices, and not what a step was seen to choose."""
+_EXPERTS = ("distinct experts of a layer: mean over layers (lowest to highest)", "expected of all")
+"""What steps were seen to choose, which the floor reads, and what independent choices would be expected to hit."""
 
 
 def _print_prefill(figures: dict[str, Any]) -> None:
@@ -144,12 +147,19 @@ def _row(figure: dict[str, Any]) -> list[str]:
         f"{100 * floor / step:.0f}",
     ]
     if "expected_experts" in figure:
+        chosen = figure["chosen_experts"]
+        cells.append(f"{mean(chosen):.1f} ({min(chosen):.1f} to {max(chosen):.1f})" if chosen else "not seen")
         cells.append(f"{figure['expected_experts']:.1f} of {figure['experts']}")
     if "peer_step_ms" in figure:
         theirs = figure["peer_step_ms"]
         ratios = [its / ours for its, ours in zip(theirs, figure["medians_ms"], strict=True)]
         cells += [spread(theirs, ".3f"), spread(ratios, ".2f")]
     return cells
+
+
+def _is_countable(subject: Subject) -> bool:
+    """Return whether steps can be seen to choose experts; those of rows that speculate have tokens of several kinds."""
+    return subject.cost.experts > 0 and subject.engine.config.speculation is None
 
 
 class _Measure:
@@ -182,8 +192,10 @@ class _Measure:
         prompt = _prompt(subject.engine, batch, context, steps)
         ours: list[list[float]] = []
         theirs: list[float] = []
+        prompts: list[list[int]] = []
         for _ in range(self._repeats + 1):
-            intervals = await decode(subject.engine, self._prompts(batch, prompt), steps, self._asked)
+            prompts = self._prompts(batch, prompt)
+            intervals = await decode(subject.engine, prompts, steps, self._asked)
             ours.append([1000 * interval for interval in intervals])
             self._progress.advance(self._task)
             if self._other is not None:
@@ -191,6 +203,8 @@ class _Measure:
                 self._progress.advance(self._task)
         pooled = [interval for each in ours[1:] for interval in each]
         reached = prompt + _growth(subject.engine, batch, context, steps)
+        chosen = await self._chosen(prompts, steps) if _is_countable(subject) else []
+        experts = mean(chosen) if chosen else None
         figure = {
             "batch": batch,
             "step_ms": {"p10": percentile(pooled, 0.1), "p50": median(pooled), "p90": percentile(pooled, 0.9)},
@@ -198,11 +212,20 @@ class _Measure:
             "medians_ms": [median(each) for each in ours[1:]],
             "intervals": len(pooled),
             "mean_context": reached,
-            "floor_ms": 1000 * subject.cost.decode_seconds([reached] * batch, subject.speed),
+            "floor_ms": 1000 * subject.cost.decode_seconds([reached] * batch, subject.speed, experts),
         }
         if subject.cost.experts:
-            figure |= {"expected_experts": subject.cost.expected_experts(batch), "experts": subject.cost.experts}
+            expected = subject.cost.expected_experts(batch)
+            figure |= {"chosen_experts": chosen, "expected_experts": expected, "experts": subject.cost.experts}
         return figure | ({"peer_step_ms": theirs[1:]} if self._other else {})
+
+    async def _chosen(self, prompts: Sequence[list[int]], steps: int) -> list[float]:
+        """Return the distinct experts of each layer that steps such as the timed ones choose; empty if none is seen."""
+        engine = self._subject.engine
+        with counting(engine, len(prompts)) as seen:
+            await decode(engine, prompts, steps, self._asked)
+        self._progress.advance(self._task)
+        return seen.by_layer(_SKIP, steps)
 
     def _peer_step(self, other: Peer, batch: int, context: int, steps: int) -> float:
         """Return the seconds of the peer's decode step: the time that `steps` more tokens add, divided by `steps`."""

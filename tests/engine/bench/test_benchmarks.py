@@ -6,6 +6,8 @@ import dataclasses
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import expert_models
@@ -14,9 +16,12 @@ import tiny_models
 from typer.testing import CliRunner
 
 from headrace.engine import InvalidParams
+from headrace.engine.bench import opening
 from headrace.engine.bench.engine import flood, latency, lora, options, perplexity, repeat, startup, stream, throughput
 from headrace.engine.bench.engine.latency import parse_params, parse_prefill
+from headrace.engine.bench.floor import Speed, model_cost
 from headrace.engine.bench.opening import BenchmarkFailed, Target, synthetic_table
+from headrace.engine.bench.shapes import spec_of
 from headrace.engine.tokens.text import Detokenizer
 from headrace.server.cli import app
 
@@ -75,10 +80,17 @@ def test_latency(target: Target, out: Path, capsys: pytest.CaptureFixture[str]) 
     assert "decode step, ms" in printed and "prefill, tok/s" in printed and "batch 3: host" in printed
 
 
+def in_bfloat16(elements: int) -> Any:
+    """What the floor needs to know of an engine whose cache has so many elements of a token."""
+    return SimpleNamespace(dtype="bfloat16", page_bytes=2 * 16 * elements, page_size=16)
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_latency_of_experts_says_how_many_the_floor_expects(
-    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+def test_latency_of_experts_counts_them_for_the_floor(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    speed = Speed(1e9, 1e15)
+    monkeypatch.setattr(opening, "measure", lambda device: speed)
     folder = expert_models.expert_folder(tmp_path / "experts", num_experts=8, num_experts_per_tok=2)
     target = Target(model=str(folder), device="cpu", kv_memory="2MiB")
     latency.run(
@@ -88,8 +100,33 @@ def test_latency_of_experts_says_how_many_the_floor_expects(
     found = read(out)["decode"]
     assert [figure["experts"] for figure in found] == [8, 8]
     assert [figure["expected_experts"] for figure in found] == pytest.approx([2.0, 8 * (1 - 0.75**3)])
-    printed = capsys.readouterr().out
+    first, last = (figure["chosen_experts"] for figure in found)
+    assert first == [2.0, 2.0], "one row"
+    assert all(2 <= count <= 6 for count in last), "three rows"
+    cost = model_cost(str(folder), in_bfloat16(spec_of(str(folder)).cached_elements))
+    for rows, figure in zip((1, 3), found, strict=True):
+        chosen = mean(figure["chosen_experts"])
+        floor = cost.decode_seconds([figure["mean_context"]] * rows, speed, chosen)
+        assert figure["floor_ms"] == pytest.approx(1000 * floor)
+        unread = cost.expert_bytes * (1 - chosen / 8)
+        assert floor == pytest.approx(cost.decode_seconds([figure["mean_context"]] * rows, speed, 8) - unread / 1e9)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2.0 (2.0 to 2.0)" in printed and f"({min(last):.1f} to {max(last):.1f})" in printed
     assert "2.0 of 8" in printed and "4.6 of 8" in printed and "expected" in printed
+
+
+def test_latency_expects_experts_that_it_does_not_count(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = expert_models.expert_folder(tmp_path / "experts", num_experts=8, num_experts_per_tok=2)
+    target = Target(model=str(folder), device="cpu", kv_memory="2MiB", more={"speculation": "ngram:k=2"})
+    latency.run(
+        target, batches=[2], context=40, steps=8, prefill=None, repeats=1, peer=None, profile=False,
+        json_path=str(out), params='{"speculate": false}',
+    )  # fmt: skip
+    (found,) = read(out)["decode"]
+    assert found["chosen_experts"] == [] and found["floor_ms"] > 0
+    assert "not seen" in " ".join(capsys.readouterr().out.split())
 
 
 def test_latency_of_rows_with_options(target: Target, out: Path) -> None:
