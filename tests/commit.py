@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 
-__all__ = ["chosen", "head", "left_out"]
+import pytest
+
+__all__ = ["case_of", "chosen", "head", "left_out"]
 
 
 def head(folder: Path) -> str:
@@ -25,6 +27,11 @@ def head(folder: Path) -> str:
 def chosen(names: Sequence[str], count: int, commit: str) -> list[str]:
     """`count` of `names`, whatever their order; another commit, as good as surely, chooses others."""
     return sorted(names, key=lambda name: sha256(f"{commit} {name}".encode()).digest())[:count]
+
+
+def case_of(item: pytest.Item) -> str:
+    """The name of a test's case, whether or not pytest-xdist has put a group behind it for its `loadgroup`."""
+    return f"{item.parent.nodeid}::{item.name}" if item.parent else item.name
 
 
 def left_out(cases: Iterable[tuple[str, int]], commit: str) -> set[str]:

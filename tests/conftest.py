@@ -15,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import hypothesis
 import network_guard
 import pytest
-from commit import head, left_out
+from commit import case_of, head, left_out
 
 network_guard.install()
 
@@ -49,10 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the cases of tests marked `rotated` that other commits run; HEADRACE_ROTATED=all runs every case."""
     if os.environ.get("HEADRACE_ROTATED") == "all":
         return
-    marks = [(item, item.get_closest_marker("rotated")) for item in items]
-    left = left_out([(item.nodeid, mark.args[0]) for item, mark in marks if mark], head(Path(__file__).parent))
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
-    items[:] = [item for item in items if item.nodeid not in left]
+    marks = [(case_of(item), item.get_closest_marker("rotated")) for item in items]
+    left = left_out([(case, mark.args[0]) for case, mark in marks if mark], head(Path(__file__).parent))
+    config.hook.pytest_deselected(items=[item for item in items if case_of(item) in left])
+    items[:] = [item for item in items if case_of(item) not in left]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from commit import chosen, left_out
+from commit import case_of, chosen, left_out
 
 CASES = [(f"test_a.py::test_one[{number}]", 2) for number in range(5)]
 CASES += [(f"test_b.py::test_one[{number} [x]]", 3) for number in range(3)]
@@ -28,6 +28,13 @@ def test_each_case_has_its_commits() -> None:
 def test_a_case_alone_runs() -> None:
     for case in CASES:
         assert not left_out([case], COMMITS[0])
+
+
+@pytest.mark.xdist_group("commit")
+@pytest.mark.parametrize("text", ["a", "b@c"])
+def test_a_group_of_processes_changes_no_case(text: str, request: pytest.FixtureRequest) -> None:
+    """`make test` gives pytest-xdist groups, and whoever repeats one file does not."""
+    assert case_of(request.node).endswith(f"/test_commit.py::test_a_group_of_processes_changes_no_case[{text}]")
 
 
 @pytest.mark.parametrize("count", range(4))
