@@ -36,8 +36,9 @@ class RowTable(NamedTuple):
     most_R: Tensor
     """Largest number of drafts of each row that the present step may verify, int32; there are pages for so many."""
     read_R: Tensor
-    """Number of each row's positions that the drafter has read, int32. A drafter that reads keeps it up to date; where
-    a row begins, or goes back, its owner sets it to the first position that is computed."""
+    """Number of each row's positions that the drafter has read, int32. A drafter that reads keeps it up to date; its
+    owner sets it to the first position that is computed where a row begins, and to the one before, which another token
+    may follow now, where a row goes back."""
     table_RP: Tensor
     """Page numbers of each row, int32."""
     pages: NDArray[np.int32]
