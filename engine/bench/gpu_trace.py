@@ -22,7 +22,7 @@ _KEPT = (0.4, 0.8)  # part of a trace that counts
 _CLASSES = (
     ("copies", r"memcpy|memset|copy|fillfunctor"),
     ("attention", r"attention|attn|flash|fmha|mha|xqa|fused_decode|paged|prefill|decode|attend|merge_state"),
-    ("experts", r"expert|route|gather_rows"),
+    ("experts", r"expert|router|gather_rows"),
     (
         "product",
         r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|linear|vector_kernel|coded_|to_codes|gather_inputs|matmul|many_rows|scaled_tiles",

@@ -26,7 +26,6 @@ from headrace.ops.cuda.experts.arena import arena_of, kind_of_experts
 from headrace.ops.cuda.experts.choose import allocate_choices, allocate_lists, choose, most_tiles
 from headrace.ops.cuda.experts import gather
 from headrace.ops.cuda.experts.coded import coded_vector
-from headrace.ops.cuda.experts.few import route_few
 from headrace.ops.cuda.experts.gather import gathered_rows
 from headrace.ops.cuda.experts.logits import allocate_logits, router_logits
 from headrace.ops.cuda.experts.registry import ExpertWeights, Padding, split_router
@@ -73,16 +72,6 @@ def check_lists(ids, lists, experts):
     assert lists.tiles_T3[: len(tiles)].tolist() == tiles and len(tiles) <= len(lists.tiles_T3)
 
 
-def route_at_once(x, router, routing, bias, correction, scales, chosen, padding):
-    # The launch of few rows, which leaves its count of programs as it was.
-    finished = torch.zeros(1, dtype=torch.int32)
-    weights = ExpertWeights(
-        routing, split_router(router), bias, correction, None, None, "silu", None, None, scales
-    )
-    route_few(x, weights, chosen, finished, padding=padding)
-    assert not finished.any()
-
-
 def check_choices():
     for routing in ROUTINGS:
         experts = routing.experts
@@ -102,29 +91,22 @@ def check_choices():
             want, chosen = route(logits, routing, correction, scales), allocate_choices(rows, routing, CPU)
             tile_rows = 96 if rows == 700 else 16
             gather._FEW = 0 if rows == 700 else 4096  # several places of a program
-            lists = allocate_lists(rows, routing, tile_rows, torch.zeros(2, dtype=torch.int32))
+            lists = None if rows <= 4 else allocate_lists(rows, routing, tile_rows, torch.zeros(2, dtype=torch.int32))
             numbers = torch.arange(rows, dtype=torch.int32)
             padding = Padding(torch.where(numbers % 5 == 1, 99, numbers), 99) if rows in (3, 17, 65) else None
-            if rows <= 4:
-                route_at_once(x, router, routing, bias, correction, scales, chosen, padding)
-            else:
-                choose(logits[None], routing, correction, chosen, lists, scales_X=scales, padding=padding)
+            choose(logits[None], routing, correction, chosen, lists, scales_X=scales, padding=padding)
             real = numbers >= 0 if padding is None else padding.rows_N != 99
             assert torch.equal(chosen.ids_NK[real], want.ids_NK[real]) and (chosen.ids_NK[~real] == -1).all()
             assert (chosen.weights_NK - want.weights_NK)[real].abs().max() < 2e-6 * routing.scale
-            if rows > 4:
+            if lists is not None:
                 check_lists(chosen.ids_NK, lists, experts)
                 if rows == 17:
                     taken = lists.pairs_P[: int((chosen.ids_NK >= 0).sum())] // routing.top_k
                     assert torch.equal(gathered_rows(x, chosen, lists)[: len(taken)], x[taken])
         print(routing.score)
     routing, chosen = Routing(6, 3), allocate_choices(2, Routing(6, 3), CPU)
-    lists = allocate_lists(2, routing, 16, torch.zeros(2, dtype=torch.int32))
-    choose(torch.full((1, 2, 6), torch.nan), routing, None, chosen, lists)
+    choose(torch.full((1, 2, 6), torch.nan), routing, None, chosen)
     assert chosen.ids_NK.tolist() == [[0, 1, 2]] * 2, "logits that are no numbers choose experts all the same"
-    chosen.ids_NK.fill_(-1)
-    route_at_once(torch.full((2, 72), torch.nan).bfloat16(), torch.ones(6, 72), routing, None, None, None, chosen, None)
-    assert chosen.ids_NK.tolist() == [[0, 1, 2]] * 2, "in one launch, too"
     assert most_tiles(128, 128, 16) == 128 and most_tiles(2048, 8, 64) == 39
 
 

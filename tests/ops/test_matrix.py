@@ -596,7 +596,7 @@ def test_kernels_of_triton_compile_and_fit(arch: str, part: int, tmp_path: Path)
     if EVERYTHING or arch not in ALWAYS:
         return
     assert kernels >= {"_unpack_kernel", "_read_rows_kernel", "_coded_vector_kernel", "_coded_tiles_kernel"}
-    assert kernels >= {"_expert_tiles_kernel", "_expert_up_kernel", "_expert_down_kernel", "_route_few_kernel"}
+    assert kernels >= {"_expert_tiles_kernel", "_expert_up_kernel", "_expert_down_kernel", "_router_vector_kernel"}
     assert kernels >= {"_split_decode_kernel", "_grouped_attention_kernel"}
     assert kernels >= {
         "_store_latents_kernel",

@@ -20,12 +20,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["VECTOR_ROWS", "VECTOR_WARPS", "allocate_logits", "logits_of_expert", "router_logits", "vector_steps"]
+__all__ = ["VECTOR_ROWS", "allocate_logits", "router_logits"]
 
 VECTOR_ROWS: Final = 4
-"""Most rows that are multiplied without tensor cores."""
-VECTOR_WARPS: Final = 4
-"""Warps of a program that multiplies these."""
 _MOST_INPUTS: Final = 4096
 """Inputs that a program without tensor cores reads at once."""
 _DIVIDED_ROWS: Final = 64
@@ -41,12 +38,6 @@ def allocate_logits(rows: int, experts: int, device: torch.device) -> Tensor:
     return torch.empty(divisions, rows, experts, dtype=torch.float32, device=device)
 
 
-def vector_steps(size_in: int) -> tuple[int, int]:
-    """Return (how many inputs a program without tensor cores reads at once, a power of 2; in how many steps)."""
-    block = min(_MOST_INPUTS, triton.next_power_of_2(size_in))
-    return block, triton.cdiv(size_in, block)
-
-
 @triton.jit
 def _whole(line, plane, mask):
     """Return the router's weights of a line, in float32."""
@@ -56,12 +47,12 @@ def _whole(line, plane, mask):
 
 
 @triton.jit
-def logits_of_expert(
-    x, router, bias, expert, size_in, plane, x_stride,
+def _router_vector_kernel(
+    x, router, bias, out, experts, size_in, plane, x_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of an expert for ROWS rows, [COLUMNS]; waits for the launch before once it has the weight."""
+    expert = tl.program_id(0)
     inner = tl.arange(0, BLOCK)
     line = router + expert.to(tl.int64) * size_in + inner
     weight = _whole(line, plane, inner < size_in)
@@ -79,18 +70,6 @@ def logits_of_expert(
             total += tl.where(column == row, tl.sum(weight * value, axis=0), 0.0)
     if BIAS:
         total += tl.load(bias + expert)
-    return total
-
-
-@triton.jit
-def _router_vector_kernel(
-    x, router, bias, out, experts, size_in, plane, x_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    expert = tl.program_id(0)
-    total = logits_of_expert(x, router, bias, expert, size_in, plane, x_stride, ROWS, COLUMNS, BLOCK, STEPS, BIAS, PDL)
-    column = tl.arange(0, COLUMNS)
     tl.store(out + column * experts + expert, total, mask=column < ROWS)
 
 
@@ -139,11 +118,11 @@ def router_logits(
     (rows, size_in), experts, plane = x_NE.shape, router_3XE.shape[1], router_3XE.stride(0)
     bias, has_bias = out_SNX if bias_X is None else bias_X, bias_X is not None
     if rows <= VECTOR_ROWS:
-        block, steps = vector_steps(size_in)
+        block = min(_MOST_INPUTS, triton.next_power_of_2(size_in))
         _router_vector_kernel[(experts,)](
             x_NE, router_3XE, bias, out_SNX, experts, size_in, plane, x_NE.stride(0),
-            ROWS=rows, COLUMNS=VECTOR_ROWS, BLOCK=block, STEPS=steps, BIAS=has_bias, PDL=pdl,
-            num_warps=VECTOR_WARPS, launch_pdl=pdl,
+            ROWS=rows, COLUMNS=VECTOR_ROWS, BLOCK=block, STEPS=triton.cdiv(size_in, block), BIAS=has_bias, PDL=pdl,
+            num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
         return
     tile_rows, tile_experts, block = (16, 16, _INPUTS) if rows <= _DIVIDED_ROWS else (64, 32, _INPUTS // 2)

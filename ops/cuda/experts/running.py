@@ -19,7 +19,6 @@ from headrace.ops.cuda.experts.coded.code_inputs import CodeInputs, in_code_orde
 from headrace.ops.cuda.experts.coded.coded_tiles import MOST_ROWS, coded_tile_products
 from headrace.ops.cuda.experts.coded.coded_vector import coded_vector_down, coded_vector_up
 from headrace.ops.cuda.experts.combine import combine
-from headrace.ops.cuda.experts.few import route_few
 from headrace.ops.cuda.experts.logits import allocate_logits, router_logits
 from headrace.ops.cuda.experts.registry import launches
 from headrace.ops.cuda.experts.tiles import tile_products, tile_rows, tiling
@@ -49,24 +48,25 @@ class _Run:
         self._room, self._pdl = room, room.pdl
         self._router, self._rest = launches(pdl=room.pdl)
 
+    def _logits(self, x_NE: Tensor, weights: ExpertWeights) -> Tensor:
+        logits_SNX = allocate_logits(len(x_NE), weights.routing.experts, x_NE.device)
+        self._room.chain.note(self._router)
+        router_logits(x_NE, weights.router_3XE, weights.router_bias_X, logits_SNX, pdl=self._pdl)
+        return logits_SNX
+
 
 class VectorExpertsRun(_Run):
     """Experts of few tokens, each of which reads its own."""
 
-    def __init__(self, room: ProductRoom) -> None:
-        """Allocate what programs count themselves with."""
-        super().__init__(room)
-        self._finished = torch.zeros(1, dtype=torch.int32, device=room.scratch.counters.device)
-
     def run(
         self, x_NE: Tensor, routed_NE: Tensor, weights: ExpertWeights, out_NE: Tensor, padding: Padding | None
     ) -> None:
-        """Enqueue choices, gates and ups, and the sums of downs."""
-        pdl, (up, down) = self._pdl, (weights.gate_up, weights.down)
-        chosen = allocate_choices(len(x_NE), weights.routing, x_NE.device)
-        self._room.chain.note(self._router)
-        route_few(routed_NE, weights, chosen, self._finished, padding=padding, pdl=pdl)
+        """Enqueue logits, choices, gates and ups, and the sums of downs."""
+        pdl, routing, (up, down) = self._pdl, weights.routing, (weights.gate_up, weights.down)
+        logits_SNX = self._logits(routed_NE, weights)
+        chosen = allocate_choices(len(x_NE), routing, x_NE.device)
         self._room.chain.note(self._rest)
+        choose(logits_SNX, routing, weights.correction_X, chosen, scales_X=weights.scales_X, padding=padding, pdl=pdl)
         act_PF = torch.empty(chosen.ids_NK.numel(), down.shape[1], dtype=x_NE.dtype, device=x_NE.device)
         in_bytes = [takes_bytes(each.kind, each.shape, self._room.scratch.arch) for each in (up, down)]
         multiply = vector_up if up.kind is None else byte_vector_up if in_bytes[0] else coded_vector_up
@@ -92,9 +92,7 @@ class ListedRun(_Run, ABC):
     ) -> None:
         """Enqueue logits, choices with their lists, gates and ups, downs, and the sums."""
         pdl, routing, device = self._pdl, weights.routing, x_NE.device
-        logits_SNX = allocate_logits(len(x_NE), routing.experts, device)
-        self._room.chain.note(self._router)
-        router_logits(routed_NE, weights.router_3XE, weights.router_bias_X, logits_SNX, pdl=pdl)
+        logits_SNX = self._logits(routed_NE, weights)
         chosen = allocate_choices(len(x_NE), routing, device)
         pairs = chosen.ids_NK.numel()
         multiply, rows = self._way(weights, pairs)

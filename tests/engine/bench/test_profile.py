@@ -84,7 +84,6 @@ async def test_what_was_replaced_is_put_back(tmp_path: Path) -> None:
         ("nvjet_tst_128x64_64x6_2x1_v_bz_TNT", "product"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "product"),
         ("_router_vector_kernel", "experts"),
-        ("_route_few_kernel", "experts"),
         ("_gather_rows_kernel", "experts"),
         ("(anonymous namespace)::expert_dense<Tiling<256, true, false>>", "experts"),
         ("_linear_kernel", "product"),
