@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -82,27 +83,27 @@ def kinds_of_pieces(format: Format, shape: tuple[int, ...]) -> list[tuple[Kind, 
         if isinstance(kind, str):
             return []
         both = _of_both(found[-1][0], kind) if found else None
-        if both is not None and not kind.ordered:
+        if isinstance(both, Kind) and not kind.ordered:
             found[-1] = (both, found[-1][1] + 1)
         else:
             found.append((kind, 1))
     return found
 
 
-def _of_both(one: Kind, other: Kind) -> Kind | None:
-    """Return the kind of two weights one above the other; None if these are of two kinds."""
+def _of_both(one: Kind | str | None, other: Kind | str) -> Kind | str | None:
+    """Return the kind of two weights one above the other, or why both have none; None if these are of two kinds."""
     if one == other:
         return one
-    return one.in_lines if one.in_lines == other.in_lines else None
+    if isinstance(one, Kind) and isinstance(other, Kind) and one.in_lines == other.in_lines:
+        return one.in_lines  # one has whole blocks, the other has not
+    return None
 
 
 def _kind_of_pieces(format: Stacked, ins: int) -> Kind | str:
-    kinds = {kind_of(piece, (size, ins)) for piece, size in format.pieces}
-    if len(kinds) > 1:  # some of which may have whole blocks, while others do not
-        kinds = {kind.in_lines if isinstance(kind, Kind) else kind for kind in kinds}
-    if len(kinds) > 1:
+    first, *others = (kind_of(piece, (size, ins)) for piece, size in format.pieces)
+    kind = functools.reduce(_of_both, others, first)
+    if kind is None:
         return f"takes one format, not {format.name}"
-    kind = kinds.pop()
     if isinstance(kind, Kind) and kind.ordered and len(format.pieces) > 1:
         return "takes one order of columns, not that of each of several weights"
     return kind

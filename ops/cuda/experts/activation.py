@@ -1,4 +1,4 @@
-"""Activations of experts' gates and ups, as functions of Triton's kernels, and their numbers in csrc/."""
+"""Activations of experts' gates and ups, as functions of Triton's kernels, and what csrc/ calls them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from headrace.ops.experts import CLAMP, SLOPE
 if TYPE_CHECKING:
     from headrace.ops.routing import ExpertActivation
 
-__all__ = ["NUMBERS", "activated", "halves"]
+__all__ = ["activated", "halves", "number_of"]
 
-NUMBERS: Final[dict[ExpertActivation, int]] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
-"""Activations, as csrc/experts.cuh numbers them."""
+_NUMBERS: Final[dict[ExpertActivation | None, int]] = {None: -1, "silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 
 _CLAMP: Final = tl.constexpr(CLAMP)
 _SLOPE: Final = tl.constexpr(SLOPE)
+
+
+def number_of(activation: ExpertActivation | None) -> int:
+    """Return the number of an activation in csrc/experts.cuh, or that of downs, which have none."""
+    return _NUMBERS[activation]
 
 
 @triton.jit

@@ -6,12 +6,12 @@ where those of each expert lie one behind another (gather.py). N tokens, P place
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.ops.cuda.compiling.source import compiled
-from headrace.ops.cuda.experts.activation import NUMBERS
+from headrace.ops.cuda.experts.activation import number_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from headrace.ops.routing import ExpertActivation
 
 __all__ = ["dense_products"]
-
-_DOWNS: Final = -1
 
 
 def dense_products(
@@ -61,5 +59,5 @@ def dense_products(
     compiled("expert_dense").run(
         x, first, pitch, weight.experts, x[:0] if bias_XL is None else bias_XL, lists.tiles_T3, lists.ends_2,
         lists.pairs_P, chosen.weights_NK, out_PO, lists.rows, chosen.ids_NK.shape[1] if gathers else 0,
-        _DOWNS if activation is None else NUMBERS[activation], early, pdl,
+        number_of(activation), early, pdl,
     )  # fmt: skip

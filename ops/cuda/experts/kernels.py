@@ -81,7 +81,9 @@ class RowExperts:
         """Return the functions that compile the source for those of `kinds` that it takes."""
         if arch.lacks("wgmma"):
             return ()
-        return [functools.partial(_build, kind.macros) for kind in kinds if kind.beyond_expert_source is None]
+        return [
+            functools.partial(_build, "expert_rows", kind.macros) for kind in kinds if kind.beyond_expert_source is None
+        ]
 
 
 class DenseExperts:
@@ -107,7 +109,7 @@ class DenseExperts:
 
     def builds(self, arch: Arch, kinds: Sequence[Kind]) -> Sequence[Callable[[], object]]:
         """Return the function that compiles the source: other weights of a model may be in codes, and experts not."""
-        return () if arch.lacks("wgmma") else (_build_dense,)
+        return () if arch.lacks("wgmma") else (functools.partial(_build, "expert_dense", {}),)
 
 
 class TileExperts:
@@ -140,16 +142,10 @@ def _lacks_lines(shape: ExpertShape) -> str | None:
     return None
 
 
-def _build_dense() -> None:
+def _build(source: str, macros: Mapping[str, int]) -> None:
     from headrace.ops.cuda.compiling.source import compiled
 
-    compiled("expert_dense")
-
-
-def _build(macros: Mapping[str, int]) -> None:
-    from headrace.ops.cuda.compiling.source import compiled
-
-    compiled("expert_rows", **macros)
+    compiled(source, **macros)
 
 
 EXPERTS: Final[tuple[ExpertKernel, ...]] = (VectorExperts(), RowExperts(), DenseExperts(), TileExperts())

@@ -76,6 +76,9 @@ class Product(NamedTuple):
 class _Run:
     """What every kernel does at a launch."""
 
+    _preparations: tuple[Launch, ...] = ()
+    """Launches before that of the product."""
+
     def __init__(self, room: ProductRoom, kernel: ProductKernel, fusion: Fusion = "plain") -> None:
         """Launch on the stream of `room`."""
         self._pdl, self._scratch, self._note = room.pdl, room.scratch, room.chain.note
@@ -93,8 +96,9 @@ class _Run:
         after: After = None,
         updates: UpdateSite | None = None,
     ) -> None:
-        """Note the launch and enqueue the kernel."""
-        self._note(self._launch if updates is None else self._updates_launch)
+        """Note the launches and enqueue the kernels."""
+        for launch in (*self._preparations, self._launch if updates is None else self._updates_launch):
+            self._note(launch)
         self._enqueue(Product(x_NI, weight, out, before, after, updates))
 
     def _enqueue(self, product: Product) -> None:
@@ -258,7 +262,7 @@ class ScaledRun(_Run):
         codes, out = product.codes, product.out
         codes_NI, scales_N1 = to_codes(product.x_NI)
         codes_IO = codes.codes_OB.view(torch.float8_e4m3fn).t()
-        whole = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        whole = _whole(out, len(out))
         torch._scaled_mm(
             codes_NI, codes_IO, scale_a=scales_N1, scale_b=codes.scales[None], out_dtype=out.dtype,
             use_fast_accum=True, out=whole,
@@ -273,37 +277,22 @@ class _RoundedRun(_Run):
     def __init__(self, room: ProductRoom, kernel: ProductKernel) -> None:
         """Launch on the stream of `room`."""
         super().__init__(room, kernel)
-        self._rounding = Launch("the rounding of an input", room.pdl, writes=frozenset(("activations",)))
-
-    def run(
-        self,
-        x_NI: Tensor,
-        weight: Tensor | Codes,
-        out: Tensor,
-        before: Before = None,
-        after: After = None,
-        updates: UpdateSite | None = None,
-    ) -> None:
-        """Note the launches and enqueue the kernels."""
-        self._note(self._rounding)
-        super().run(x_NI, weight, out, before, after, updates)
+        self._preparations = (Launch("the rounding of an input", room.pdl, writes=frozenset(("activations",))),)
 
 
 class ScaledBlocksRun(_RoundedRun):
     """Product with scales of whole blocks, by cuBLAS."""
 
     def _enqueue(self, product: Product) -> None:
-        codes, out, rows = product.codes, product.out, len(product.x_NI)
+        codes, out = product.codes, product.out
         x = to_codes_of_groups(product.x_NI, codes.scales, len(codes.codes_OB), pdl=self._pdl)
-        padded = len(x.codes_NI)
-        is_whole = padded == rows and out.is_contiguous()
-        whole = out if is_whole else torch.empty(padded, out.shape[1], dtype=out.dtype, device=out.device)
+        whole = _whole(out, len(x.codes_NI))
         torch._scaled_mm(
             x.codes_NI, codes.codes_OB.view(torch.float8_e4m3fn).t(), scale_a=x.scales_GN.t(), scale_b=x.blocks_LG.t(),
             out_dtype=out.dtype, use_fast_accum=False, out=whole,
         )  # fmt: skip
-        if not is_whole:
-            out.copy_(whole[:rows])
+        if whole is not out:
+            out.copy_(whole[: len(out)])
 
 
 class ScaledTilesRun(_RoundedRun):
@@ -312,6 +301,13 @@ class ScaledTilesRun(_RoundedRun):
     def _enqueue(self, product: Product) -> None:
         x, how = to_codes_of_groups(product.x_NI, pdl=self._pdl), scaled_tiling(len(product.x_NI), self._scratch.arch)
         scaled_tiles_linear(x, product.codes, product.out, how, pdl=self._pdl)
+
+
+def _whole(out_NO: Tensor, rows: int) -> Tensor:
+    """Return memory for `rows` rows of a product that cuBLAS can write to: `out_NO`, if it is such memory."""
+    if len(out_NO) == rows and out_NO.is_contiguous():
+        return out_NO
+    return torch.empty(rows, out_NO.shape[1], dtype=out_NO.dtype, device=out_NO.device)
 
 
 def _multiply(x_NI: Tensor, weight_OI: Tensor, out_NO: Tensor) -> None:

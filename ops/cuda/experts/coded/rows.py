@@ -6,12 +6,12 @@ one behind another (gather.py). P places, I inputs and O outputs of a product.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
 from headrace.ops.cuda.compiling.source import compiled
-from headrace.ops.cuda.experts.activation import NUMBERS
+from headrace.ops.cuda.experts.activation import number_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from headrace.ops.routing import ExpertActivation
 
 __all__ = ["row_products"]
-
-_DOWNS: Final = -1
 
 
 def row_products(
@@ -55,5 +53,5 @@ def row_products(
     compiled("expert_rows", **first.kind.macros).run(
         x_PI, first.codes_OB, first.scales, first.zeros, pitch.words * 4, pitch.scales, pitch.zeros,
         weight.experts, x_PI[:0] if bias_XL is None else bias_XL, lists.tiles_T3, lists.ends_2, lists.pairs_P,
-        chosen.weights_NK, out_PO, lists.rows, _DOWNS if activation is None else NUMBERS[activation], pdl,
+        chosen.weights_NK, out_PO, lists.rows, number_of(activation), pdl,
     )  # fmt: skip
