@@ -90,7 +90,7 @@ def kinds_of_pieces(format: Format, shape: tuple[int, ...]) -> list[tuple[Kind, 
     return found
 
 
-def _of_both(one: Kind | str | None, other: Kind | str) -> Kind | str | None:
+def _of_both(one: Kind | str | None, other: Kind | str | None) -> Kind | str | None:
     """Return the kind of two weights one above the other, or why both have none; None if these are of two kinds."""
     if one == other:
         return one
@@ -100,8 +100,8 @@ def _of_both(one: Kind | str | None, other: Kind | str) -> Kind | str | None:
 
 
 def _kind_of_pieces(format: Stacked, ins: int) -> Kind | str:
-    first, *others = (kind_of(piece, (size, ins)) for piece, size in format.pieces)
-    kind = functools.reduce(_of_both, others, first)
+    kinds: list[Kind | str | None] = [kind_of(piece, (size, ins)) for piece, size in format.pieces]
+    kind = functools.reduce(_of_both, kinds)
     if kind is None:
         return f"takes one format, not {format.name}"
     if isinstance(kind, Kind) and kind.ordered and len(format.pieces) > 1:
