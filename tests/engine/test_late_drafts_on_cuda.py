@@ -186,6 +186,7 @@ def run(
         return anyio.run(within), noted
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "draft model"])
 @pytest.mark.parametrize("way", TASKS)
 def test_drafts_are_those_of_an_engine_that_reads_at_once(
@@ -208,6 +209,7 @@ def test_drafts_are_those_of_an_engine_that_reads_at_once(
     assert len(wrong) <= len(drafts) // 50, "more than roundings of another order can explain"
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("speculate", [True, False])
 @pytest.mark.parametrize("name", ["EAGLE-3", "draft model"])
 def test_steps_without_drafts_do_without_what_drafts(

@@ -56,7 +56,7 @@ def drawn() -> list[list[int]]:
     return [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("name", HEADS)
 def test_drafts_are_those_of_the_definition(
     name: str, target_folder: Path, model: Any, gpu: Gpu, tmp_path: Path
