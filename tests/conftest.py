@@ -49,10 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out the cases of tests marked `rotated` that other commits run; HEADRACE_ROTATED=all runs every case."""
     if os.environ.get("HEADRACE_ROTATED") == "all":
         return
-    marks = [(case_of(item), item.get_closest_marker("rotated")) for item in items]
+    cases = [(case_of(item), item) for item in items]
+    marks = [(case, item.get_closest_marker("rotated")) for case, item in cases]
     left = left_out([(case, mark.args[0]) for case, mark in marks if mark], head(Path(__file__).parent))
-    config.hook.pytest_deselected(items=[item for item in items if case_of(item) in left])
-    items[:] = [item for item in items if case_of(item) not in left]
+    config.hook.pytest_deselected(items=[item for case, item in cases if case in left])
+    items[:] = [item for case, item in cases if case not in left]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,7 +1,7 @@
 """`router_logits`: scores of all experts for each token on CUDA (Triton), in float32; never chooses.
 
 The router's weight is float32, and sums are as exact as float32 is: `split_router` of registry.py cuts a weight into
-three bfloat16 numbers whose sum it is. Up to `VECTOR_ROWS` rows are multiplied by that sum without tensor cores. With
+three bfloat16 numbers whose sum it is. Up to `_VECTOR_ROWS` rows are multiplied by that sum without tensor cores. With
 more, each of the three is multiplied by tensor cores: all products are exact, since the input is bfloat16. Of few rows
 the inputs are divided among programs, so that all multiprocessors take part; who chooses adds up their sums
 (choose.py). The order of a sum depends on the number of inputs alone, but for ranges of rows, so that a row's logits do
@@ -20,9 +20,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["VECTOR_ROWS", "allocate_logits", "router_logits"]
+__all__ = ["allocate_logits", "router_logits"]
 
-VECTOR_ROWS: Final = 4
+_VECTOR_ROWS: Final = 4
+"""Most rows that are multiplied without tensor cores."""
 _MOST_INPUTS: Final = 4096
 """Inputs that a program without tensor cores reads at once."""
 _DIVIDED_ROWS: Final = 64
@@ -34,7 +35,7 @@ _INPUTS: Final = 128
 
 def allocate_logits(rows: int, experts: int, device: torch.device) -> Tensor:
     """Return memory for the logits of `rows` tokens, float32 [S, N, X]: their sum is the logits."""
-    divisions = _DIVISIONS if VECTOR_ROWS < rows <= _DIVIDED_ROWS else 1
+    divisions = _DIVISIONS if _VECTOR_ROWS < rows <= _DIVIDED_ROWS else 1
     return torch.empty(divisions, rows, experts, dtype=torch.float32, device=device)
 
 
@@ -117,11 +118,11 @@ def router_logits(
     """
     (rows, size_in), experts, plane = x_NE.shape, router_3XE.shape[1], router_3XE.stride(0)
     bias, has_bias = out_SNX if bias_X is None else bias_X, bias_X is not None
-    if rows <= VECTOR_ROWS:
+    if rows <= _VECTOR_ROWS:
         block = min(_MOST_INPUTS, triton.next_power_of_2(size_in))
         _router_vector_kernel[(experts,)](
             x_NE, router_3XE, bias, out_SNX, experts, size_in, plane, x_NE.stride(0),
-            ROWS=rows, COLUMNS=VECTOR_ROWS, BLOCK=block, STEPS=triton.cdiv(size_in, block), BIAS=has_bias, PDL=pdl,
+            ROWS=rows, COLUMNS=_VECTOR_ROWS, BLOCK=block, STEPS=triton.cdiv(size_in, block), BIAS=has_bias, PDL=pdl,
             num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
         return
