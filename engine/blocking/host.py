@@ -1,7 +1,9 @@
 """`Host`: runs one engine and its event loop in a thread, and answers the calls of other threads there.
 
 Everything that crosses between threads goes through it. It is not anyio's blocking portal: a call that is handed to a
-portal cannot be interrupted, and closing a portal waits, which no collector may do. Next to read: offline.py.
+portal cannot be interrupted, and closing a portal waits, which no collector may do. Callers wait at queues, never at a
+`threading.Event`: Ctrl-C can strike inside an event's wait while it takes its lock back, and then it releases a lock
+that the event loop's thread holds. Next to read: offline.py.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class HostCall:
     def __init__(self, prompts: Any) -> None:
         # The caller waits here: True asks it to take a prompt, False is the end.
         self.news: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self.ended = threading.Event()
+        self.ended = False
         self.answers: list[Any] = []
         self.error: BaseException | None = None
         direct = isinstance(prompts, list | tuple) or not isinstance(prompts, Iterable)
@@ -78,7 +80,7 @@ class HostCall:
 
     async def run(self, ask: Callable[[], Awaitable[None]]) -> None:
         """Answer the call, on the event loop, unless it was cancelled between its post and this task."""
-        if self.ended.is_set():
+        if self.ended:
             return
         error: BaseException | None = EngineStopped("the LLM was closed meanwhile")
         try:
@@ -100,10 +102,15 @@ class HostCall:
 
     def end(self, error: BaseException | None) -> None:
         """Release the caller; only the first call of this counts."""
-        if not self.ended.is_set():
+        if not self.ended:
             self.error = error
-            self.ended.set()
+            self.ended = True
             self.news.put(False)
+
+    def wait(self) -> None:
+        """Wait, in the caller's thread, for the end of a call that was cancelled; take no more prompts."""
+        while not self.ended:  # set before the last news is put
+            self.news.get()
 
 
 class Host:
@@ -112,8 +119,8 @@ class Host:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._open = False
-        self._settled = threading.Event()
-        """Event that is set once the engine has opened, or never will."""
+        self._settled: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Holds something once the engine has opened, or never will."""
         self._post: Poster | None = None
         self._stopping = False
         self._lock = threading.Lock()
@@ -135,7 +142,7 @@ class Host:
         atexit.register(self._at_exit)
         try:
             with bar:
-                self._settled.wait()
+                self._settled.get()
         except BaseException:  # Ctrl-C while the model loads: the thread ends after loading
             self.stop()
             raise
@@ -184,7 +191,7 @@ class Host:
                 with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C must not leave the call running
                     self._cancel(call)
                     cancelled = True
-            call.ended.wait()
+            call.wait()
             raise
         finally:
             with self._lock:
@@ -239,7 +246,7 @@ class Host:
         except BaseException as error:  # raised in `join`
             self._error = error
         finally:
-            self._settled.set()
+            self._settled.put(None)
             atexit.unregister(self._at_exit)
 
     async def _main(self) -> None:
@@ -252,7 +259,7 @@ class Host:
                     self._leave()
                 async with self._engine, anyio.create_task_group() as self._tasks:
                     self._open = True
-                    self._settled.set()
+                    self._settled.put(None)
                     await self._left.wait()
                     self._tasks.cancel_scope.cancel()
         finally:
@@ -268,7 +275,7 @@ class Host:
             self._opening.cancel()
 
     def _start(self, call: HostCall, ask: Callable[[Engine], Awaitable[None]]) -> None:
-        if not self._left.is_set() and not call.ended.is_set():
+        if not self._left.is_set() and not call.ended:
             self._tasks.start_soon(self._answer, call, ask)
 
     async def _answer(self, call: HostCall, ask: Callable[[Engine], Awaitable[None]]) -> None:

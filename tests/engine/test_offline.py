@@ -216,7 +216,7 @@ def test_a_call_that_is_cancelled_as_it_starts_never_runs() -> None:
             call.cancel()
 
         llm._host._send(start_and_cancel)
-        assert call.ended.wait(PATIENCE)
+        until(lambda: call.ended)
         check_serving(llm)
     assert not asked
 
