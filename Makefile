@@ -68,7 +68,7 @@ soak: $(TEST_READY) ## every planted bug, many simulated lives, an hour of simul
 	$(say) 'the mutation gate: which seed finds which planted bug'
 	@HEADRACE_MUTATIONS=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 -rP tests/simulation/test_mutations.py
 	$(say) 'every kernel and tiling for every kind of GPU, compiled without one, and every format of experts'
-	@HEADRACE_MATRIX=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 tests/ops/test_matrix.py \
+	@HEADRACE_MATRIX=all HEADRACE_ROTATED=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 tests/ops/test_matrix.py \
 		tests/ops/test_interpreted.py tests/ops/test_interpreted_attention.py tests/ops/test_interpreted_experts.py
 	$(say) 'every case of tests of which each commit runs some, most of them on the emulated GPU'
 	@HEADRACE_ROTATED=all $(BIN)/python -m pytest -q -n logical --maxprocesses=8 --dist loadgroup -m rotated tests

@@ -1,7 +1,8 @@
 """Triton's kernels compiled for a GPU that is not there, as the code that launches them asks; holds no tests.
 
 `compiling_for("sm_89")` makes every launch a compilation: for tensors without memory (device "meta"), for the named
-target, down to machine code. What a launch wants of a block is kept, to be compared with what the GPU has.
+target, down to machine code. What a launch wants of a block is kept, to be compared with what the GPU has; or launches
+are noted and nothing is compiled, which takes no time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 import torch
 from emulated_cuda import built_anew, modules
 
-__all__ = ["Launch", "compiling_for"]
+__all__ = ["Launch", "Launches", "compiling_for"]
 
 
 class Launch(NamedTuple):
@@ -27,6 +28,17 @@ class Launch(NamedTuple):
     kernel: str
     shared_bytes: int
     """Of a block."""
+
+
+class Launches:
+    """What was launched."""
+
+    def __init__(self) -> None:
+        self.compiled: set[Launch] = set()
+        self.kernels: set[str] = set()
+        """Names of all kernels that were launched, compiled or not."""
+        self.compiles = True
+        """Whether launches compile; may be set between them."""
 
 
 class Target:
@@ -46,9 +58,9 @@ class Target:
 
 
 @contextlib.contextmanager
-def compiling_for(arch: str, cache: Path) -> Iterator[set[Launch]]:
-    """While it lasts, launches of Triton's kernels compile for `arch`, into the folder `cache`; what was compiled."""
-    launches: set[Launch] = set()
+def compiling_for(arch: str, cache: Path) -> Iterator[Launches]:
+    """While it lasts, launches of Triton's kernels compile for `arch`, into the folder `cache`; what was launched."""
+    launches = Launches()
     with built_anew(), pytest.MonkeyPatch.context() as patch:
         for name, module in modules().items():
             if name.startswith("flashinfer"):
@@ -58,8 +70,10 @@ def compiling_for(arch: str, cache: Path) -> Iterator[set[Launch]]:
         run = jit.run
 
         def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-            kernel = run(self, *args, grid=grid, warmup=True, **options)
-            launches.add(Launch(self.fn.__name__, kernel.metadata.shared))
+            launches.kernels.add(self.fn.__name__)
+            if launches.compiles:
+                kernel = run(self, *args, grid=grid, warmup=True, **options)
+                launches.compiled.add(Launch(self.fn.__name__, kernel.metadata.shared))
 
         patch.setattr(jit, "run", compile_only)
         patch.setattr(triton.knobs.cache, "dir", str(cache))

@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 import torch
-from emulated_kernels import Misuse, attend, demand, store, turned
+from emulated_kernels import Misuse, attend, attend_rows, demand, store, turned
 from torch import Tensor
 
 __all__ = ["emulated_decodes", "emulated_prefills"]
@@ -146,13 +146,11 @@ class EachRow:
             lengths_BL = inputs.seq_lens_B.view(-1, self._lines)
             longest_B = lengths_BL.argmax(1)
             seen_BL = lengths_BL.maximum(lengths_BL[:, :1])
-            for row, length in enumerate(seen_BL.flatten().tolist()):
-                pages = inputs.pages_BP[row - row % self._lines + longest_B[row // self._lines]]
-                out[row] = attend(
-                    q[row : row + 1], kv, pages, length,
-                    scale=shape.scale * scales.k, window=shape.window, v_scale=scales.v, cap=shape.cap,
-                    sinks_H=sinks_H,
-                )[0]  # fmt: skip
+            longest_B += torch.arange(0, len(q), self._lines)
+            out.copy_(attend_rows(
+                q, kv, inputs.pages_BP[longest_B.repeat_interleave(self._lines)], seen_BL.flatten().tolist(),
+                scale=shape.scale * scales.k, window=shape.window, v_scale=scales.v, cap=shape.cap, sinks_H=sinks_H,
+            ))  # fmt: skip
 
         self._gpu.launch(self._name, work)
 
@@ -204,11 +202,9 @@ class WholeAttention:
             store(kv, slots_B, 0, turned(qkv_BAD[:, heads : heads + keys], k_norm, cos_sin, positions_B, eps), scales.k)
             store(kv, slots_B, 1, qkv_BAD[:, heads + keys :].float(), scales.v)
             q_BHD = turned(qkv_BAD[:, :heads], q_norm, cos_sin, positions_B, eps).to(qkv.dtype)
-            for row, length in enumerate(inputs.seq_lens_B.tolist()):
-                out[row] = attend(
-                    q_BHD[row : row + 1], kv, inputs.pages_BP[row], length,
-                    scale=shape.scale * scales.k, window=shape.window, v_scale=scales.v, cap=shape.cap,
-                    sinks_H=sinks_H,
-                ).flatten()  # fmt: skip
+            out.copy_(attend_rows(
+                q_BHD, kv, inputs.pages_BP, inputs.seq_lens_B.tolist(),
+                scale=shape.scale * scales.k, window=shape.window, v_scale=scales.v, cap=shape.cap, sinks_H=sinks_H,
+            ).view(out.shape))  # fmt: skip
 
         self._gpu.launch("decode: fused", work)

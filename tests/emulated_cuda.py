@@ -30,6 +30,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ import torch
 from emulated_attention import emulated_decodes, emulated_prefills
 from emulated_drafts import DRAFT_KERNELS
 from emulated_experts import EmulatedExperts
-from emulated_kernels import KERNELS, Misuse, attend
+from emulated_kernels import KERNELS, Misuse, attend, attend_rows
 from emulated_latents import LATENT_KERNELS
 from emulated_products import EmulatedProduct
 from numpy.typing import NDArray
@@ -433,7 +434,9 @@ class Kernel:
     gpu: Gpu
 
     def __init__(self, kernel: Callable[..., None]) -> None:
-        self._name, self._signature = kernel.__name__, inspect.signature(kernel)
+        self._name, parameters = kernel.__name__, inspect.signature(kernel).parameters
+        self._names = tuple(parameters)
+        self._needed = {name for name, each in parameters.items() if each.default is each.empty}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*values: Any, **meta: Any) -> None:
@@ -441,8 +444,11 @@ class Kernel:
                 return
             if meta.get("launch_pdl") and self.gpu.capability < (9, 0):
                 raise Misuse(f"{self._name}: launched dependently on a GPU that cannot")
-            meta = {name: value for name, value in meta.items() if name in self._signature.parameters}
-            at = SimpleNamespace(**self._signature.bind(*values, **meta).arguments)
+            meta = {name: value for name, value in meta.items() if name in self._names}
+            given = dict(zip(self._names, values, strict=False)) | meta
+            if len(given) < len(values) + len(meta) or not self._needed <= given.keys():
+                raise TypeError(f"{self._name}{self._names} was launched with {len(values)} values and {[*meta]}")
+            at = SimpleNamespace(**given)
             self.gpu.launch(self._name, lambda: EVERY_KERNEL[self._name](at))
 
         return launch
@@ -513,15 +519,15 @@ class DecodeWrapper:
             if len(planned) != len(q):
                 raise Misuse(f"a batch of {len(q)} rows under a plan of {len(planned)}")
             starts = self._paged_kv_indptr_buf.tolist()
-            for row, tail in enumerate(self._tails.tolist()):
-                length = (starts[row + 1] - starts[row] - 1) * self._size + tail
-                if -(-length // self._size) > planned[row]:
-                    raise Misuse(f"a row of {length} tokens under a plan for {planned[row]} pages")
-                pages = self._indices[starts[row] : starts[row + 1]]
-                out[row] = attend(
-                    q[row : row + 1], kv, pages, length,
-                    scale=self._scale * k_scale, window=self._window, v_scale=v_scale, cap=self._cap,
-                )[0]  # fmt: skip
+            pages = [self._indices[start:end] for start, end in pairwise(starts)]
+            lengths = ((self._paged_kv_indptr_buf.diff() - 1) * self._size + self._tails).tolist()
+            for length, most in zip(lengths, planned, strict=True):
+                if -(-length // self._size) > most:
+                    raise Misuse(f"a row of {length} tokens under a plan for {most} pages")
+            out.copy_(attend_rows(
+                q, kv, pages, lengths,
+                scale=self._scale * k_scale, window=self._window, v_scale=v_scale, cap=self._cap,
+            ))  # fmt: skip
 
         Kernel.gpu.launch("decode: fa2", work)
 

@@ -19,8 +19,8 @@ from headrace.ops.cpu.logprobs import logprobs
 from headrace.ops.cpu.sample import Choosing, sample
 
 __all__ = [
-    "KERNELS", "Misuse", "attend", "demand", "gated", "normed", "prepare", "rotate_and_store", "store", "turned",
-    "unpack",
+    "KERNELS", "Misuse", "attend", "attend_rows", "demand", "gated", "normed", "prepare", "rotate_and_store", "store",
+    "turned", "unpack",
 ]  # fmt: skip
 
 LARGEST = 3.38e38
@@ -386,6 +386,34 @@ def attend(
         scores_KRS = torch.cat((scores_KRS, sinks_KR1), -1)
     out_KRD = torch.softmax(scores_KRS, -1)[..., : values_KSD.shape[1]] @ values_KSD
     return out_KRD.unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2) * v_scale
+
+
+def attend_rows(q_BHD: Tensor, kv: Tensor, pages_B: Any, lengths: list[int], **how: Any) -> Tensor:
+    """One position of each row: float32 [B, H, D]. Rows of one token, as graphs are padded with, are done at once."""
+    out_BHD = torch.empty(q_BHD.shape, dtype=torch.float32)
+    ones = [row for row, length in enumerate(lengths) if length == 1]
+    if ones:
+        out_BHD[ones] = _attend_to_themselves(q_BHD[ones], kv, torch.stack([pages_B[row][0] for row in ones]), **how)
+    for row, length in enumerate(lengths):
+        if length != 1:
+            out_BHD[row] = attend(q_BHD[row : row + 1], kv, pages_B[row], length, **how)[0]
+    return out_BHD
+
+
+def _attend_to_themselves(
+    q_BHD: Tensor, kv: Tensor, page_B: Tensor, *, scale: float, window: int | None, v_scale: float = 1.0,
+    cap: float | None = None, sinks_H: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Rows of a single token, which has the whole weight, or what a sink leaves of it."""
+    demand(page_B.min() >= 0 and page_B.max() < len(kv), "a page outside the cache")
+    raw = kv.view(torch.uint8)[page_B.long(), :, 0].view(kv.dtype).float()
+    keys_BHD, values_BHD = raw.repeat_interleave(q_BHD.shape[1] // kv.shape[3], 2).unbind(1)
+    if sinks_H is not None:
+        demand(len(sinks_H) == q_BHD.shape[1] and sinks_H.dtype == torch.float32, "sinks of another shape")
+        scores_BH = (q_BHD.float() * keys_BHD).sum(2) * scale
+        scores_BH = scores_BH if cap is None else cap * torch.tanh(scores_BH / cap)
+        values_BHD = values_BHD * torch.sigmoid(scores_BH - sinks_H)[..., None]
+    return values_BHD * v_scale
 
 
 # -- sampling -------------------------------------------------------------------------------------------------------

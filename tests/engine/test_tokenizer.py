@@ -52,6 +52,7 @@ def built() -> None:
 # --- ids
 
 
+@pytest.mark.xdist_group("tokenizer")
 @pytest.mark.parametrize(
     "text",
     [
@@ -155,6 +156,7 @@ def test_half_a_surrogate_pair_is_refused() -> None:
 # --- chats
 
 
+@pytest.mark.xdist_group("tokenizer")
 def test_a_chat_takes_the_template_and_opens_the_answer() -> None:
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     ids = smollm2().encode_chat(chat)

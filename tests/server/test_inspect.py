@@ -134,6 +134,7 @@ def test_an_encoder(tmp_path: Path) -> None:
     assert facts.shape.max_context == info.max_context == 70
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("options", [{}, {"kv_dtype": "fp8"}, {"quantize": "int4", "quantize_head": True}], ids=str)
 def test_a_gpu(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_family("qwen3", tmp_path)

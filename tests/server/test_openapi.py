@@ -77,6 +77,7 @@ def test_the_document_is_valid_and_about_every_route(server: Serving, document: 
     assert schemas["ChatFields"]["properties"]["logit_bias"] and "data" in schemas["ModelList"]["properties"]
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("place", range(OPERATIONS))
 def test_no_answer_is_undocumented(server: Serving, document: dict[str, Any], place: int, mode: GenerationMode) -> None:
