@@ -122,8 +122,8 @@ def test_a_token_alone_and_with_others_and_without_overlaps() -> None:
     routing, hidden, size = SIZES["qwen3-30b-a3b"]
     experts = layer(routing, hidden, size)
     packed, alone = (products(pdl=pdl).pack(experts, torch.bfloat16) for pdl in (None, False))
-    x = torch.randn(256, hidden, device=GPU).bfloat16()
-    for few, rows in ((1, 4), (5, 64), (16, 64), (65, 256)):
+    x = torch.randn(512, hidden, device=GPU).bfloat16()
+    for few, rows in ((1, 4), (5, 64), (16, 64), (65, 255), (256, 512)):
         assert torch.equal(packed(x[:few]), packed(x[:rows])[:few]), f"{few} rows alone and among {rows}"
         assert torch.equal(packed(x[:rows]), alone(x[:rows])), f"{rows} rows with dependent launches and without"
 
