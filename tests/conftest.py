@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,10 @@ import pytest
 from commit import case_of, head, left_out
 
 network_guard.install()
+
+# The threads of an engine take turns thousands of times in a test. Where processes share cores, one that waits for the
+# interpreter would otherwise often wait the whole five milliseconds that another may keep it.
+sys.setswitchinterval(0.0005)
 
 # How long an example takes depends on what else the machine does, and no test here is about that.
 hypothesis.settings.register_profile("headrace", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
