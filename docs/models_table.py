@@ -2,13 +2,14 @@
 
     python docs/models_table.py
 
-A test fails where the table is not what this writes. Why a model is refused is what the code says of transformers'
-default configuration of it, with the changes that are noted here.
+A test fails where the table is not what this writes. Whether and why a model is refused is what the code says of
+transformers' default configuration of it, with the changes that are noted here: of one that runs its module is traced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from headrace.engine import ModelRejected
 from headrace.engine.model.experts import ExpertsFeed
-from headrace.engine.model.fallback.config import model_class
+from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.registry import FAMILIES, from_hf
 from headrace.engine.model.latent import has_latents
@@ -43,8 +44,8 @@ H200, EMULATION = "H200", "emulation"
 NATIVE = {
     "llama": Noted("Llama 2 and 3.x, SmolLM2, and others of their shape", "llama3_json pythonic", H200),
     "mistral": Noted("Mistral 7B and its successors", "mistral", H200),
-    "ministral": Noted("Ministral 8B, with windows by layer", "mistral"),
-    "ministral3": Noted("Ministral 3, also as a text part", "mistral", EMULATION),
+    "ministral": Noted("Ministral 8B, with windows by layer", "mistral", EMULATION),
+    "ministral3": Noted("Ministral 3, also as a text part", "mistral_args", EMULATION),
     "qwen2": Noted("Qwen2 and 2.5", "hermes", H200),
     "qwen3": Noted("Qwen3, dense", "hermes", H200),
     "gemma": Noted("Gemma, its first models", gpu=H200),
@@ -64,8 +65,9 @@ NATIVE = {
     "mixtral": Noted("Mixtral 8x7B and 8x22B", "mistral", H200),
     "phimoe": Noted("Phi-3.5-MoE", gpu=EMULATION),
     "olmoe": Noted("OLMoE", gpu=EMULATION),
-    "granitemoe": Noted("Granite 3 with experts: 1B-A400M, 3B-A800M", "granite"),
+    "granitemoe": Noted("Granite 3 with experts: 1B-A400M, 3B-A800M", "granite", EMULATION),
     "granitemoeshared": Noted("Granite's models with experts and a shared one", "granite", EMULATION),
+    "granitemoehybrid": Noted("Granite 4: Micro, 1B and 350M; not hybrids, which keep states", "hermes", EMULATION),
     "glm4_moe": Noted("GLM-4.5 and 4.6, and their Air models", "glm45", EMULATION),
     "deepseek_v2": Noted("DeepSeek-V2, V2-Lite and Coder-V2", gpu=H200),
     "deepseek_v3": Noted("DeepSeek-V3, V3.1 and R1, also in FP8", "deepseek_v3 deepseek_v31", H200),
@@ -96,12 +98,15 @@ ALIKE = {
     "gemma4_unified_text": "gemma4",
     "olmo3": "olmo2",
     "granitemoeshared": "granitemoe",
+    "granitemoehybrid": "granite",
 }
 """Families whose GGUF files call themselves like those of another."""
 CHANGES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0},
+    "nemotron": {"num_key_value_heads": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
 }
@@ -138,7 +143,6 @@ REFUSED = {
     "bamba": "Bamba",
     "zamba2": "Zamba 2",
     "falcon_h1": "Falcon-H1",
-    "granitemoehybrid": "Granite 4, hybrid",
     "nemotron_h": "Nemotron-H",
     "recurrent_gemma": "RecurrentGemma",
     "lfm2": "LFM2",
@@ -219,10 +223,11 @@ def architecture(model_type: str) -> str:
     return PUBLISHED_AS.get(model_type) or str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
+@cache
 def refusal(model_type: str) -> str | None:
     """Return why a kind of model is refused, in few words; None if it is not."""
     try:
-        model_class({**config_of(model_type), "architectures": [architecture(model_type)]})
+        FallbackModel.read({**config_of(model_type), "architectures": [architecture(model_type)]}, "random")
     except ModelRejected as error:
         if error.field == "layer_types":
             return f"layers of `{error.value}`"

@@ -61,6 +61,7 @@ ARCHITECTURES = {
     "glm": "chatglm",
     "glm4": "glm4",
     "granite": "granite",
+    "granitemoehybrid": "granite",
     "smollm3": "smollm3",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
@@ -79,10 +80,11 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
 }
 """`model_type` to `general.architecture`."""
-LIKE_LLAMA = ("llama", "mistral", "mixtral", "granite", "granitemoe", "granitemoeshared", "smollm3")
+GRANITES = ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid")
+LIKE_LLAMA = ("llama", "mistral", "mixtral", *GRANITES, "smollm3")
 """Those whose queries and keys the converter puts into pairs side by side."""
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
-OWN_HEAD_SIZE = ("phi3", "glm", "granite", "granitemoe", "granitemoeshared")
+OWN_HEAD_SIZE = ("phi3", "glm", *GRANITES)
 """Those whose converters do not write the size of a head."""
 
 
@@ -175,18 +177,26 @@ def apart(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         name = name.replace(".gate.moe_statics.", ".moe_statics.").replace("_correction_bias", "_correction.bias")
         name = name.replace("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight")
         name = name.replace("block_sparse_moe.experts.", "mlp.experts.")
+        if not has_experts(state):
+            name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
         if ".mlp.experts." in name and ".mlp.router" not in name and "sinks" not in name and is_turned(state):
             yield from turned(name, parameter)
         elif name.endswith("sinks"):
             yield name + ".weight", parameter
         elif name.endswith("shared_mlp.input_linear.weight"):
+            feed = "mlp.shared_expert" if has_experts(state) else "mlp"
             for role, half in zip(("gate", "up"), parameter.chunk(2, dim=0), strict=True):
-                yield name.replace("shared_mlp.input_linear", f"mlp.shared_expert.{role}_proj"), half
+                yield name.replace("shared_mlp.input_linear", f"{feed}.{role}_proj"), half
         elif name.endswith("experts.gate_up_proj"):
             for role, half in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up", role) + ".weight", half
         else:
             yield name + ".weight" * name.endswith("experts.down_proj"), parameter
+
+
+def has_experts(state: dict[str, torch.Tensor]) -> bool:
+    """Whether a router chooses experts, and does not leave all to the feed that they share."""
+    return any(".experts." in name for name in state)
 
 
 def is_turned(state: dict[str, torch.Tensor]) -> bool:
@@ -339,8 +349,8 @@ def special(config: Any) -> Metadata:
     """What the converter of one family writes."""
     kind, window = config.model_type, getattr(config, "sliding_window", None)
     windowed = [each == "sliding_attention" for each in getattr(config, "layer_types", None) or []]
-    if kind in ("granite", "granitemoe", "granitemoeshared"):
-        return {
+    if kind in GRANITES:
+        return of_hybrids(config) | {
             "attention.scale": config.attention_multiplier,
             "embedding_scale": config.embedding_multiplier,
             "residual_scale": config.residual_multiplier,
@@ -365,6 +375,23 @@ def special(config: Any) -> Metadata:
     if kind in ("olmo3", "exaone4") and window:
         return {"attention.sliding_window": window, "attention.sliding_window_pattern": windowed}
     return {}
+
+
+def of_hybrids(config: Any) -> Metadata:
+    """What is written of Granite 4 as of its hybrid models, though all layers attend and there are no experts."""
+    if config.model_type != "granitemoehybrid":
+        return {}
+    return {
+        "attention.head_count_kv": [config.num_key_value_heads] * config.num_hidden_layers,
+        "expert_count": 0,
+        "expert_shared_feed_forward_length": config.shared_intermediate_size,
+        "rope.scaling.finetuned": True,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "ssm.time_step_rank": config.mamba_n_heads,
+    }
 
 
 def gemma4(config: Any, windowed: list[bool]) -> Metadata:

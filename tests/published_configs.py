@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["PUBLISHED", "PUBLISHED_OTHERS"]
+__all__ = ["GIVEN", "PUBLISHED", "PUBLISHED_OTHERS"]
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "granitemoehybrid": {"layer_types": ["attention"] * 32},
+}
+"""What transformers' default configurations leave out that a published one has, by `model_type`."""
 
 
 def _config(
@@ -275,6 +282,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         attention_bias=False, attention_multiplier=0.015625, embedding_multiplier=12.0, logits_scaling=6.0,
         num_experts_per_tok=8, num_local_experts=32, output_router_logits=False, residual_multiplier=0.22,
         router_aux_loss_coef=0.0, tie_word_embeddings=True,
+    ),
+    "granite-4.0-micro": _config(
+        "GraniteMoeHybridForCausalLM", "granitemoehybrid", (2560, 8192, 40, 40, 8, 131072, 100352),
+        **{**_RMS, "rope_theta": 10000000}, attention_bias=False, attention_multiplier=0.015625,
+        embedding_multiplier=12, init_method="mup", layer_types=["attention"] * 40, logits_scaling=10,
+        mamba_chunk_size=256, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=64, mamba_d_state=256, mamba_expand=2,
+        mamba_n_groups=1, mamba_n_heads=80, mamba_proj_bias=False, normalization_function="rmsnorm",
+        num_experts_per_tok=0, num_local_experts=0, output_router_logits=False, pad_token_id=100256,
+        position_embedding_type="rope", residual_multiplier=0.22, router_aux_loss_coef=0.01,
+        shared_intermediate_size=8192, tie_word_embeddings=True,
     ),
     "DeepSeek-V3": _config(
         "DeepseekV3ForCausalLM", "deepseek_v3", (7168, 18432, 61, 128, 128, 163840, 129280), **_DEEPSEEK,

@@ -206,6 +206,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Granite",
         {**GRANITE_FACTORS, "head_dim": 64},
     ),
+    "granite 4": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE_FACTORS,
+            "layer_types": ["attention"] * 3,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 384,
+            "position_embedding_type": "rope",
+        },
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "olmo3": (
         "Olmo3",

@@ -242,6 +242,7 @@ DENSE = [
     "qwen3, tied, biased, later layers windowed", "smollm3, window in the middle layer", "seed-oss with every bias",
     "olmo2 with every bias", "olmo3, window in the middle layer", "exaone4, window in the middle layer",
     "gemma2, window in the middle layer", "gemma3, window in the middle layer", "gemma", "granite with every bias",
+    "granite 4, tied",
     "helium with every bias", "cwm, window in the middle layer", "hunyuan, stretched, biased, tied", "glm4",
     "phi-4-mini, half of each head, window", *(each for each in dense.FAMILIES if each.startswith(("jais", "cohere2"))),
 ]  # fmt: skip

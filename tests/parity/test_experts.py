@@ -91,6 +91,10 @@ FAMILIES: dict[str, Made] = {
     "olmoe, renormalised, biased": made("Olmoe", **TOP, num_experts=8, norm_topk_prob=True, attention_bias=True),
     "granite": made("GraniteMoe", **TOP, **FACTORS, num_local_experts=8, attention_bias=True),
     "granite, shared": made("GraniteMoeShared", **TOP, **FACTORS, num_local_experts=8, shared_intermediate_size=40),
+    "granite 4": made(
+        "GraniteMoeHybrid", **TOP, **FACTORS, num_local_experts=8, shared_intermediate_size=40, attention_bias=True,
+        layer_types=["attention"] * 3, position_embedding_type="rope",
+    ),
     "granite, nothing shared": made("GraniteMoeShared", **TOP, num_local_experts=8, shared_intermediate_size=0),
     "ernie, corrected, shared, a dense layer": made("Ernie4_5_Moe", **SMALL, moe_k=3, moe_num_experts=8),
     "ernie, nothing shared, every other layer": made(
@@ -168,6 +172,7 @@ BUGS: dict[str, tuple[str, Callable[[ExpertsFeed], ExpertsFeed]]] = {
     "fewer experts": ("granite", rerouted(top_k=2)),
     "no gate of the shared expert": ("qwen2, shared and gated, a dense layer", ungated),
     "no shared expert": ("granite, shared", lambda feed: replace(feed, shared=None)),
+    "no shared expert in granite 4": ("granite 4", lambda feed: replace(feed, shared=None)),
     "no correction": ("ernie, corrected, shared, a dense layer", lambda feed: replace(feed, correction_dims=0)),
     "softmax for sparsemixer": ("phi", rerouted(score="softmax")),
     "no margin": ("phi", rerouted(margin=0.0)),

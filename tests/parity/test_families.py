@@ -41,7 +41,7 @@ from headrace.engine import Engine, InvalidParams, SamplingParams
 from headrace.engine.model.checkpoint.weights import load_weights
 from headrace.engine.model.cpu.sizing import runs_native
 from headrace.engine.model.families.registry import from_hf, read_hf_config
-from headrace.engine.model.rope import Yarn
+from headrace.engine.model.rope import UNROTATED, Rope, Yarn
 from headrace.engine.model.spec import Attention
 from headrace.ops.cpu.block import CpuOps
 from headrace.ops.stream import HeadNorms
@@ -100,6 +100,11 @@ def phi3(**changes: Any) -> Any:
 
 def granite(**changes: Any) -> Any:
     return transformers.GraniteForCausalLM(transformers.GraniteConfig(**(SIZES | changes)))
+
+
+def granite4(**changes: Any) -> Any:
+    sizes = {"num_local_experts": 0, "shared_intermediate_size": 48, "layer_types": ["attention"] * 3}
+    return transformers.GraniteMoeHybridForCausalLM(transformers.GraniteMoeHybridConfig(**(SIZES | sizes | changes)))
 
 
 def smollm3(**changes: Any) -> Any:
@@ -225,6 +230,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "phi-4-mini, half of each head, window": lambda: phi3(partial_rotary_factor=0.5, sliding_window=WINDOW),
     "granite": lambda: granite(**FACTORS, tie_word_embeddings=True),
+    "granite 4, tied": lambda: granite4(**FACTORS, position_embedding_type="rope", tie_word_embeddings=True),
+    "granite 4, not rotated, biased": lambda: granite4(
+        **FACTORS, position_embedding_type="nope", attention_bias=True, tie_word_embeddings=False
+    ),
     "granite with every bias": lambda: granite(**FACTORS, attention_bias=True, mlp_bias=True),
     "smollm3": lambda: smollm3(no_rope_layer_interval=2, tie_word_embeddings=True),
     "smollm3, window in the middle layer": lambda: smollm3(
@@ -361,6 +370,7 @@ WINDOWED = [
     "mistral, window", "qwen2, later layers windowed", "phi-3, window", f"ministral, {MIDDLE}", f"smollm3, {MIDDLE}",
     f"olmo3, {MIDDLE}", f"exaone4, {MIDDLE}", f"gemma2, {MIDDLE}", f"gemma3, {MIDDLE}", f"cwm, {MIDDLE}",
 ]  # fmt: skip
+GRANITES = ["granite", "granite 4, tied"]
 GEMMAS = ["gemma", f"gemma2, {MIDDLE}", f"gemma3, {MIDDLE}"]
 SANDWICHED = [*GEMMAS[1:], "glm4"]
 NORMED_BEHIND = ["olmo2", f"olmo3, {MIDDLE}", "exaone4, no window"]
@@ -406,10 +416,13 @@ WRONG: list[tuple[str, str, Bug]] = [
     *((family, "scores over the root of the size of a head", misread(attention(scale=None))) for family in GEMMAS[1:]),
     (GEMMAS[1], "another bound of scores", misread(attention(cap=50.0))),
     (GEMMAS[1], "no bound of logits", misread(whole(logits_cap=None))),
-    ("granite", "embeddings not scaled", misread(whole(embedding_scale=1.0))),
-    ("granite", "results not scaled", misread(whole(embedding_scale=6.0))),
-    ("granite", "logits not scaled", misread(whole(logits_scale=1.0))),
-    ("granite", "scores over the root of the size of a head", misread(attention(scale=None))),
+    *((family, "embeddings not scaled", misread(whole(embedding_scale=1.0))) for family in GRANITES),
+    *((family, "results not scaled", misread(whole(embedding_scale=6.0))) for family in GRANITES),
+    *((family, "logits not scaled", misread(whole(logits_scale=1.0))) for family in GRANITES),
+    *((family, "scores over the root of the size of a head", misread(attention(scale=None))) for family in GRANITES),
+    ("granite 4, tied", "heads not rotated", misread(whole(ropes=(UNROTATED,)))),
+    ("granite 4, not rotated, biased", "heads rotated", misread(whole(ropes=(Rope(1e4),)))),
+    ("granite 4, tied", "ups for gates", stored("input_linear.weight", halves_exchanged)),
     *((family, "no norms behind", without("result_norm_E")) for family in SANDWICHED),
     *((family, "no norms before", without("norm_E")) for family in SANDWICHED),
     *((family, "Llama's places", misread(exchanged("mixer_result_norm", "feed_norm"))) for family in SANDWICHED),
@@ -440,6 +453,7 @@ BIASED = {
     "qwen2, tied": ("qkv_bias",),
     "qwen3, tied, biased, later layers windowed": ("qkv_bias", "o_bias"),
     "granite with every bias": ("qkv_bias", "o_bias", "gate_up_bias", "down_bias"),
+    "granite 4, not rotated, biased": ("qkv_bias", "o_bias"),
     "seed-oss with every bias": ("qkv_bias", "o_bias", "gate_up_bias", "down_bias"),
     "olmo2 with every bias": ("qkv_bias", "o_bias"),
     "gemma3 with every bias, no window": ("qkv_bias", "o_bias"),

@@ -68,6 +68,12 @@ FACTORS = {
     "attention_multiplier": 0.15,
     "logits_scaling": 3.0,
 }
+GRANITE4 = {
+    "position_embedding_type": "rope",
+    "layer_types": ["attention"] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 112,
+}
 LARGEST = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "query_pre_attn_scalar": 8}
 """Of the largest Gemmas, whose scores are divided by the root of the hidden size shared out, 8, not of a head's."""
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
@@ -153,6 +159,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {"rope_parameters": HALF, "head_dim": 16}),
     "glm4": ("glm4", {"rope_parameters": HALF, "head_dim": 24}),
     "granite": ("granite", {**FACTORS, "tie_word_embeddings": True}),
+    "granite 4": ("granitemoehybrid", {**FACTORS, **GRANITE4, "tie_word_embeddings": True}),
     "granite, every bias": ("granite", {**FACTORS, "attention_bias": True, "mlp_bias": True}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {}),
@@ -381,6 +388,8 @@ MISTAKES: list[tuple[str, str, Edit]] = [
     ("granite", "embeddings", changed(embedding_scale=None)),
     ("granite", "residuals", changed(residual_scale=None)),
     ("granite", "logits", changed(logit_scale=None)),
+    ("granite 4", "keys not in pairs", moved("attn_k.weight", unpaired)),
+    ("granite 4", "residuals", changed(residual_scale=None)),
     ("smollm3", "keys not in pairs", moved("attn_k.weight", unpaired)),
     ("olmo2", "norm of keys", moved("attn_k_norm.weight", np.ones_like)),
     ("olmo2", "norms exchanged", exchanged("post_attention_norm", "post_ffw_norm")),
@@ -501,6 +510,7 @@ def test_keys_that_nobody_reads_are_named(case: str, tmp_path: Path) -> None:
         ("ernie, experts", changed(interleave_moe_layer_step=0), "ernie4_5-moe.interleave_moe_layer_step"),
         ("granite", changed(rope__scaling__finetuned=False), "granite.rope.scaling.finetuned"),
         ("granite", changed(residual_scale=0.0), "granite.residual_scale"),
+        ("granite 4", changed(attention__head_count_kv=[2, 1, 2]), "granite.attention.head_count_kv"),
         ("olmo2", changed(attention__value_length=8), "olmo2.attention.value_length"),
         ("phi-3, longrope", changed(rope__scaling__type="yarn"), "phi3.rope.scaling.type"),
         ("phi-3, longrope", moved("rope_factors_short.weight", np.negative), "rope_factors_short.weight"),

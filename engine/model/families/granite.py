@@ -14,12 +14,20 @@ from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gguf import GgufHeader
 from headrace.engine.model.families.hf import HF_NAMES, HfConfig
 from headrace.engine.model.roles import Names
-from headrace.engine.model.spec import DecoderSpec, FeedSpec, LayerSpec, Norms
+from headrace.engine.model.spec import LIMITS, DecoderSpec, FeedSpec, LayerSpec, Norms
 
 __all__ = ["GRANITE", "granite_decoder", "granite_in_gguf"]
 
 _LEAST, _MOST = 1e-4, 1e4
 _ROTATES = "rope.scaling.finetuned"
+_KV_HEADS = "attention.head_count_kv"
+_OF_HYBRIDS = frozenset(
+    """
+    expert_shared_feed_forward_length
+    ssm.conv_kernel ssm.group_count ssm.inner_size ssm.state_size ssm.time_step_rank
+    """.split()
+)
+"""Keys that files of Granite 4 have, too, where all layers attend, and that say nothing then."""
 
 
 def granite_decoder(config: HfConfig, feed: FeedSpec, names: Names = HF_NAMES) -> DecoderSpec:
@@ -48,12 +56,23 @@ def granite_in_gguf(header: GgufHeader, feed: FeedSpec, names: Names) -> Decoder
     )
     if not header.flag(header.key(_ROTATES), True):
         header.refuse(header.key(_ROTATES), "true: of this architecture it says whether heads are rotated")
-    attention = header.attention()
+    attention = header.attention(kv_heads=_kv_heads(header))
     scores = header.real(header.key("attention.scale"), _LEAST, _MOST, attention.head_dim**-0.5)
     attention = replace(attention, scale=scores)
     layer = LayerSpec(attention, feed, Norms(header.norms().epsilon / residual**2))
     spec = header.decoder(layer, [header.rope(attention)], replace(names, interleaved=True))
     return replace(spec, embedding_scale=embedding / residual, logits_scale=1.0 / logits)
+
+
+def _kv_heads(header: GgufHeader) -> int | None:
+    """Return the number of key heads, which files of Granite 4 give for each layer; None where a file gives none."""
+    field = header.key(_KV_HEADS)
+    if field not in header.data:
+        return None
+    counts = header.sizes(_KV_HEADS, LIMITS["num_kv_heads"])
+    if len(set(counts)) > 1:
+        header.refuse(field, "the same number in all layers")
+    return counts[0]
 
 
 def _from_header(header: GgufHeader) -> DecoderSpec:
@@ -67,5 +86,5 @@ GRANITE = Family(
     heeds=frozenset(("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")),
     gguf="granite",
     from_header=_from_header,
-    gguf_heeds=frozenset(("attention.scale", "embedding_scale", "logit_scale", "residual_scale")),
+    gguf_heeds=_OF_HYBRIDS | {"attention.scale", "embedding_scale", "logit_scale", "residual_scale"},
 )

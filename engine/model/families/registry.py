@@ -25,6 +25,7 @@ from headrace.engine.model.families.experts.glm4_moe import GLM4_MOE
 from headrace.engine.model.families.experts.glm4_moe_lite import GLM4_MOE_LITE
 from headrace.engine.model.families.experts.gpt_oss import GPT_OSS
 from headrace.engine.model.families.experts.granitemoe import GRANITE_MOE
+from headrace.engine.model.families.experts.granitemoehybrid import GRANITE_MOE_HYBRID
 from headrace.engine.model.families.experts.granitemoeshared import GRANITE_MOE_SHARED
 from headrace.engine.model.families.experts.mixtral import MIXTRAL
 from headrace.engine.model.families.experts.olmoe import OLMOE
@@ -72,7 +73,7 @@ __all__ = ["FAMILIES", "QUANTISATION_FILE", "from_gguf", "from_hf", "has_family"
 FAMILIES: Final = (
     LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, PHI3, GRANITE, SMOLLM3,
     OLMO2, OLMO3, EXAONE4, SEED_OSS, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
-    ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS, PHI_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
+    GRANITE_MOE_HYBRID, ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS, PHI_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
     GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
     STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM, JAIS2,
 )  # fmt: skip

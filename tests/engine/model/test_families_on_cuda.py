@@ -24,7 +24,7 @@ from headrace.ops.cuda.arch import Arch
 
 EXPERTS = (
     "qwen3 experts", "qwen2 experts", "mixtral", "phi experts", "gpt-oss", "olmoe experts",
-    "granite shared experts", "ernie experts", "glm 4.5 experts",
+    "granite experts", "granite shared experts", "ernie experts", "glm 4.5 experts",
 )  # fmt: skip
 LATENT = ("deepseek v2", "deepseek v3", "glm 4.7 flash")
 REORDERED = ("phi-4-mini", "glm", "glm4", "ernie 4.5")
@@ -51,8 +51,8 @@ LAYER_NORMED = [
     "stablelm",
 ]
 OTHERS = [
-    "hunyuan", "ministral3", "phi3", "granite", "smollm3", "seed-oss", "olmo2", "olmo3", "exaone4",
-    "gemma", "gemma2", "gemma3", "helium", "cwm", "gemma4 unified",
+    "hunyuan", "ministral", "ministral3", "phi3", "granite", "granite 4", "smollm3", "seed-oss", "olmo2", "olmo3",
+    "exaone4", "gemma", "gemma2", "gemma3", "helium", "cwm", "gemma4 unified",
 ]  # fmt: skip
 
 

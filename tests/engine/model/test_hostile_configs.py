@@ -7,13 +7,12 @@ import math
 from typing import Any
 
 import pytest
+from published_configs import GIVEN
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headrace.engine import ModelRejected
 from headrace.engine.model.families.registry import FAMILIES, from_hf
 
-GIVEN: dict[str, dict[str, Any]] = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
-"""What transformers' default configurations leave out that a published one has."""
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},

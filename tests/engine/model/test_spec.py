@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.engine.errors import ModelRejected
+from headrace.engine.model.experts import ExpertsFeed, SharedExpert
 from headrace.engine.model.families.registry import from_gguf, from_hf
 from headrace.engine.model.rope import UNROTATED, Linear, Llama3, LongRope, Rope, Yarn
 from headrace.engine.model.shared.device import within_context
@@ -199,6 +200,43 @@ def test_granites_factors_become_those_of_embeddings_and_logits_and_an_epsilon()
     spec = from_hf(saved(config, "GraniteForCausalLM"))
     assert (spec.embedding_scale, spec.logits_scale, spec.uniform_attention.scale) == (24.0, 0.125, 0.125)
     assert spec.uniform_epsilon == pytest.approx(4 * 3e-5)
+
+
+def granite4(**changes: Any) -> dict[str, Any]:
+    """A Granite 4 config.json, dense and with attention in all layers."""
+    sizes = {"num_local_experts": 0, "shared_intermediate_size": 112, "layer_types": ["attention"] * 4}
+    config = transformers.GraniteMoeHybridConfig(**SIZES, **TOKENS, **sizes)
+    return {**saved(config, "GraniteMoeHybridForCausalLM"), **changes}
+
+
+def test_granite_4_has_the_feed_that_models_with_experts_share_and_rotates_heads_where_it_says_so() -> None:
+    spec = from_hf(granite4(position_embedding_type="rope"))
+    granite = saved(transformers.GraniteConfig(**SIZES, **TOKENS), "GraniteForCausalLM")
+    assert replace(spec, architecture="", names=None) == replace(from_hf(granite), architecture="", names=None)
+    assert from_hf(granite4(layer_types=["attention"] * 4)) == from_hf(granite4(position_embedding_type="nope"))
+    assert from_hf(granite4()).ropes == (UNROTATED,) != spec.ropes
+    assert from_hf(granite4(intermediate_size=7, num_experts_per_tok=0)) == from_hf(granite4())
+    with_experts = from_hf(granite4(num_local_experts=6, intermediate_size=48)).layers[3].feed
+    assert isinstance(with_experts, ExpertsFeed) and with_experts.shared == SharedExpert(112)
+    assert (with_experts.size, with_experts.routing.experts, with_experts.routing.top_k) == (48, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"layer_types": ["attention", "mamba"] * 2}, "layer_types", "mamba"),
+        ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "layer_types", "linear_attention"),
+        ({"layer_types": None}, "layer_types", None),
+        ({"layer_types": ["attention"] * 3}, "layer_types", ["attention"] * 3),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type", "alibi"),
+        ({"normalization_function": "layernorm"}, "normalization_function", "layernorm"),
+        ({"num_experts": 8}, "num_experts", 8),
+    ],
+)
+def test_what_no_granite_4_may_say(changes: dict[str, Any], field: str, value: object) -> None:
+    with pytest.raises(ModelRejected) as caught:
+        from_hf(granite4(**changes))
+    assert (caught.value.field, caught.value.value) == (field, value)
 
 
 @pytest.mark.parametrize("has_lists", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 import fallback_models
 import pytest
 import tiny_models
-from published_configs import PUBLISHED, PUBLISHED_OTHERS
+from published_configs import GIVEN, PUBLISHED, PUBLISHED_OTHERS
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -29,7 +29,6 @@ ARITHMETIC: dict[str, Any] = {
     "qk_norm": True, "v_head_dim": 64, "embedding_scale": 8.0, "moe_layer_freq": 2, "value_residual": "yes",
     "use_sliding_window": True, "sliding_window": 128,
 }  # fmt: skip
-GIVEN: dict[str, dict[str, Any]] = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

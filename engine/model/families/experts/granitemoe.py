@@ -63,5 +63,5 @@ GRANITE_MOE = Family(
     heeds=GRANITE.heeds | COUNTS,
     gguf="granitemoe",
     from_header=_from_header,
-    gguf_heeds=GRANITE.gguf_heeds | {"expert_count", "expert_used_count", "expert_shared_feed_forward_length"},
+    gguf_heeds=GRANITE.gguf_heeds | {"expert_count", "expert_used_count"},
 )
