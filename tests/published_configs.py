@@ -11,6 +11,8 @@ __all__ = ["GIVEN", "PUBLISHED", "PUBLISHED_OTHERS"]
 
 GIVEN: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
+    "glm4v_moe_text": {"head_dim": 128},
+    "qwen3_omni_moe_text": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "granitemoehybrid": {"layer_types": ["attention"] * 32},
 }
@@ -461,6 +463,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         video_token_id=151656, vision_config={"depth": 32, "model_type": "qwen2_5_vl"}, vision_end_token_id=151653,
         vision_start_token_id=151652, vision_token_id=151654,
     ),
+    "Qwen3-VL-30B-A3B-Instruct": {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"], "image_token_id": 151655, "model_type": "qwen3_vl_moe",
+        "tie_word_embeddings": False, "transformers_version": "4.57.0.dev0", "video_token_id": 151656,
+        "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_vl_moe"},
+        "text_config": _config("x", "qwen3_vl_moe_text", (2048, 6144, 48, 32, 4, 262144, 151936))
+        | {
+            "attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1, "head_dim": 128,
+            "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
+            "num_experts_per_tok": 8, "rms_norm_eps": 1e-06, "rope_theta": 5000000,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        },
+    },
+    "GLM-4.5V": {
+        "architectures": ["Glm4vMoeForConditionalGeneration"], "image_token_id": 151363, "model_type": "glm4v_moe",
+        "transformers_version": "4.56.0.dev0", "video_token_id": 151364,
+        "vision_config": {"depth": 24, "hidden_size": 1536, "model_type": "glm4v_moe"},
+        "text_config": _config("x", "glm4v_moe_text", (4096, 10944, 46, 96, 8, 65536, 151552))
+        | {
+            "attention_bias": True, "attention_dropout": 0.0, "first_k_dense_replace": 1, "head_dim": 128,
+            "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+            "norm_topk_prob": True, "num_experts_per_tok": 8, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
+            "rope_scaling": {"mrope_section": [8, 12, 12], "rope_type": "default"}, "rope_theta": 10000.0,
+            "routed_scaling_factor": 1.0, "topk_group": 1, "use_qk_norm": False,
+        },
+    },
     "llava-1.5-7b-hf": {
         "architectures": ["LlavaForConditionalGeneration"], "ignore_index": -100, "image_token_index": 32000,
         "model_type": "llava", "pad_token_id": 32001, "projector_hidden_act": "gelu", "torch_dtype": "float16",

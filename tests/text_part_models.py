@@ -154,6 +154,23 @@ TEXT_PARTS: dict[str, Callable[[], Any]] = {
         text_config=_text(head_dim=24, rope_parameters=_mrope(4, 4, 4)),
         vision_config=_qwen_images(deepstack_visual_indexes=[0]),
     ),
+    "qwen3_vl_moe": _made(
+        "Qwen3VLMoeForConditionalGeneration",
+        text_config=_text(
+            head_dim=24, rope_parameters=_mrope(4, 4, 4), num_experts=6, num_experts_per_tok=3,
+            moe_intermediate_size=40, mlp_only_layers=[0],
+        ),
+        vision_config=_qwen_images(deepstack_visual_indexes=[0]),
+        tie_word_embeddings=False,
+    ),
+    "glm4v_moe": _made(
+        "Glm4vMoeForConditionalGeneration",
+        text_config=_text(
+            rope_parameters=_mrope(1, 1, 2, partial_rotary_factor=0.5), n_routed_experts=6, num_experts_per_tok=3,
+            moe_intermediate_size=40, n_shared_experts=2, routed_scaling_factor=1.8,
+        ),
+        vision_config=_qwen_images(),
+    ),
     "glm4v": _made(
         "Glm4vForConditionalGeneration",
         text_config=_text(rope_parameters=_mrope(1, 1, 2, partial_rotary_factor=0.5)),
@@ -169,6 +186,9 @@ TEXT_PARTS: dict[str, Callable[[], Any]] = {
         "LlavaNextForConditionalGeneration",
         text_config=_text("mistral", sliding_window=_WINDOW),
         vision_config=_CLIP,
+    ),
+    "llava_next_video": _made(
+        "LlavaNextVideoForConditionalGeneration", text_config=_text("llama"), vision_config=_CLIP
     ),
     "llava_onevision": _made(
         "LlavaOnevisionForConditionalGeneration",
@@ -210,6 +230,45 @@ TEXT_PARTS: dict[str, Callable[[], Any]] = {
         text_config=_text("qwen2"),
         audio_config=_audio("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
     ),
+    "hunyuan_vl": _made(
+        "HunYuanVLForConditionalGeneration",
+        text_config=_text(
+            head_dim=24,
+            rope_parameters=_mrope(3, 3, 3, 3, rope_type="dynamic", factor=1.0, alpha=50.0),
+        ),
+        vision_config=_IMAGES | {"out_hidden_size": 64, "text_hidden_size": 64, "max_image_size": 32},
+        tie_word_embeddings=False,
+    ),
+    "qwen2_5_omni_thinker": _made(
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        text_config=_text(rope_parameters=_mrope(2, 3, 3)),
+        vision_config=_qwen_images(),
+        audio_config=_audio("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
+    ),
+    "qwen3_omni_moe_thinker": _made(
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        text_config=_text(
+            rope_parameters=_mrope(2, 3, 3), num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40,
+        ),
+        vision_config=_qwen_images(deepstack_visual_indexes=[0]),
+        audio_config=_audio("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim"),
+    ),
+    "granite_speech": _made(
+        "GraniteSpeechForConditionalGeneration",
+        text_config=_text(
+            "granite", embedding_multiplier=6.0, residual_multiplier=0.4, attention_multiplier=0.15, logits_scaling=3.0
+        ),
+        encoder_config={
+            "input_dim": 16, "num_layers": 2, "hidden_dim": 32, "num_heads": 2, "output_dim": 8, "context_size": 4,
+            "max_pos_emb": 8, "conv_kernel_size": 3,
+        },
+        projector_config={
+            "model_type": "blip_2_qformer", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "intermediate_size": 32, "encoder_hidden_size": 32, "vocab_size": 8, "max_position_embeddings": 8,
+        },
+        has_lora_adapter=False,
+        tie_word_embeddings=False,
+    ),
     "voxtral": _made(
         "VoxtralForConditionalGeneration",
         text_config=_text("llama"),
@@ -226,6 +285,9 @@ def draw(model: Any, seed: int = 7) -> Any:
         is_norm = "norm" in name and "bias" not in name
         mean, spread = (1.0, 0.2) if is_norm else (0.0, 0.3 if "bias" in name else 0.12)
         torch.nn.init.normal_(parameter, mean, spread)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            torch.nn.init.normal_(buffer, 0.0, 0.3)
     return model.eval()
 
 

@@ -5,6 +5,7 @@ In place of the first two there may be `ffn_gate_up_exps`, a stack of gates abov
 
 Checkpoints of transformers 5 may hold the experts of a layer as `experts.gate_up_proj` [X, 2F, E] and
 `experts.down_proj` [X, E, F], and Granite's as `input_linear.weight` and `output_linear.weight` of the same shapes.
+The published ones of Qwen3-VL hold the first two as [X, E, 2F] and [X, F, E], which no other pair of shapes can be.
 """
 
 from __future__ import annotations
@@ -49,20 +50,40 @@ class StackedExperts:
             return None
         for own in present(files, name.removesuffix(".weight"), CODES):
             refuse_tensor(files, own, "left over", f"either each expert's own tensors or {tensor}, not both")
+        if _are_turned(files, f"{prefix}.experts"):
+            return _turned(files, tensor, expert, role)
         shape = files.shapes[tensor]
         parts = 1 if role == "down_proj" else 2
         if len(shape) != 3 or shape[1] % parts or not all(shape):
             refuse_tensor(files, tensor, list(shape), _shape_of(parts))
-        _check_count(files, tensor, shape[0], expert)
-        if not is_plain(files, tensor):
-            dtype = str(files.dtype(tensor)).removeprefix("torch.")
-            refuse_tensor(files, tensor, dtype, "plain floats; of quantised experts each has tensors of its own")
+        _check_stack(files, tensor, shape[0], expert)
         rows = shape[1] // parts
         first = expert * shape[1] + (rows if role == "up_proj" else 0)
         format = Dense(files.weight_dtype(tensor))
         place = Place(expert, shape[0], rows * shape[2] * format.dtype.itemsize)
         pieces = partial(_pieces, files, tensor, first, (rows, shape[2]))
         return Found(format, (rows, shape[2]), (tensor,), pieces, place=place)
+
+
+def _are_turned(files: SafetensorsFolder, experts: str) -> bool:
+    """Return whether the two stacks of a layer's experts are [in, out], by their shapes together."""
+    up, down = (files.shapes.get(f"{experts}.{each}", ()) for each in ("gate_up_proj", "down_proj"))
+    return len(up) == len(down) == 3 and all(up) and all(down) and up[1:] == (down[2], 2 * down[1])
+
+
+def _turned(files: SafetensorsFolder, tensor: str, expert: int, role: str) -> Found:
+    """Return an expert's matrix of a stack of [in, out], where ups lie beside gates: all of it at once."""
+    count, ins, outs = files.shapes[tensor]
+    _check_stack(files, tensor, count, expert)
+    half = {"gate_proj": slice(outs // 2), "up_proj": slice(outs // 2, None)}.get(role, slice(None))
+    shape, format = (len(range(outs)[half]), ins), Dense(files.weight_dtype(tensor))
+
+    def pieces(_elements: int, staging: Staging) -> Pieces:
+        block_IO = files.rows(tensor, expert * ins, (expert + 1) * ins, staging, in_stack=True)
+        yield 0, Stored.from_dense(block_IO.T[half].contiguous())
+
+    place = Place(expert, count, shape[0] * ins * format.dtype.itemsize)
+    return Found(format, shape, (tensor,), pieces, place=place)
 
 
 def _in_gguf(files: GgufFile, name: str) -> Found | None:
@@ -87,6 +108,13 @@ def _in_gguf(files: GgufFile, name: str) -> Found | None:
 def _shape_of(parts: int) -> str:
     """Return in words the shape of a stack of matrices, or of pairs of matrices."""
     return "the shape [experts, out, in]" if parts == 1 else "the shape [experts, 2 * width, in]"
+
+
+def _check_stack(files: SafetensorsFolder, tensor: str, count: int, expert: int) -> None:
+    _check_count(files, tensor, count, expert)
+    if not is_plain(files, tensor):
+        dtype = str(files.dtype(tensor)).removeprefix("torch.")
+        refuse_tensor(files, tensor, dtype, "plain floats; of quantised experts each has tensors of its own")
 
 
 def _check_count(files: Checkpoint, tensor: str, count: int, expert: int) -> None:

@@ -174,7 +174,7 @@ def _multimodal(config: Mapping[str, object]) -> Multimodal | None:
     named, kind = config.get("architectures"), config.get("model_type")
     if named is None:
         return next((each for each in MULTIMODAL if each.model_type == kind), None)
-    return next((each for each in MULTIMODAL if named == [each.architecture]), None)
+    return next((each for each in MULTIMODAL if named in [[name] for name in each.names]), None)
 
 
 def _of_text_part(
@@ -187,7 +187,7 @@ def _of_text_part(
         known = ", ".join(each.model_type for each in families)
         refuse(part.origin, "model_type", part.family, f"a family with native code: {known}")
     fields = Fields(config, origin)
-    if has_other_code(config, (whole.architecture,)):
+    if has_other_code(config, whole.names):
         fields.refuse("auto_map", "models that need no code of their own")
     if config.get("model_type", whole.model_type) != whole.model_type:
         fields.refuse("model_type", f"{whole.model_type}, which goes with {whole.architecture}")

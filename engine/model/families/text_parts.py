@@ -17,6 +17,8 @@ from headrace.adapters.untrusted import refuse
 __all__ = ["HOMES", "MULTIMODAL", "Multimodal", "TextPart", "text_part"]
 
 HOMES: Final = (
+    ("thinker.model.language_model.", "thinker."),
+    ("thinker.model.", "thinker."),
     ("model.language_model.", ""),
     ("language_model.model.", "language_model."),
     ("language_model.", ""),
@@ -30,6 +32,8 @@ Each stands in place of `Names.prefix`, and beside it what stands before the nam
 """
 _CONFIG: Final = "text_config"
 _ROPES: Final = ("rope_parameters", "rope_scaling")
+_PLAIN: Final = {"mrope": "default", "xdrope": "dynamic"}
+"""What ropes with sections are in text, by their type."""
 _OF_PARTS: Final = re.compile("(image|video|vision|visual|audio|perceiver|pixel|resampler)_.*|use_resampler")
 """Fields about other parts, which may stand among those of the text part."""
 
@@ -49,12 +53,24 @@ class Multimodal:
     has_own_text: bool = False
     """Whether all text parts are of this kind, whatever their config says. Older files have their fields beside
     `vision_config`, and not in an object of their own."""
+    within: str | None = None
+    """Field with the config of what the text part is a part of, in models that speak, too; None for the whole file."""
+    former_names: tuple[str, ...] = ()
+    """Names that `architectures` of published configs have in place of `architecture`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in `architectures` that the model may have."""
+        return (self.architecture, *self.former_names)
 
 
 _LLAVA: Final = ("vision_tower", "multi_modal_projector")
+_HUNYUAN: Final = ("vit", "vision_tower")
 _NEXT: Final = (*_LLAVA, "image_newline")
 _IDEFICS: Final = ("vision_model", "connector")
 _AUDIO: Final = ("audio_tower", "multi_modal_projector")
+_THINKER: Final = ("audio_tower", "visual")
+_SPEAKING: Final = tuple(f"thinker.{home}{part}" for part in _THINKER for home in ("", "model."))
 _UNIFIED: Final = ("embed_vision", "vision_embedder", "embed_audio")
 _GEMMA4: Final = ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
 
@@ -66,9 +82,12 @@ MULTIMODAL: Final = (
     Multimodal("Qwen2VLForConditionalGeneration", "qwen2_vl", "qwen2_vl_text", ("visual",), has_own_text=True),
     Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "qwen2_vl_text", ("visual",), has_own_text=True),
     Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl_text", ("visual",), has_own_text=True),
+    Multimodal("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_vl_moe_text", ("visual",), True),
     Multimodal("Glm4vForConditionalGeneration", "glm4v", "glm4v_text", ("visual",), has_own_text=True),
+    Multimodal("Glm4vMoeForConditionalGeneration", "glm4v_moe", "glm4v_moe_text", ("visual",), has_own_text=True),
     Multimodal("LlavaForConditionalGeneration", "llava", "llama", _LLAVA),
     Multimodal("LlavaNextForConditionalGeneration", "llava_next", "llama", _NEXT),
+    Multimodal("LlavaNextVideoForConditionalGeneration", "llava_next_video", "llama", _NEXT),
     Multimodal("LlavaOnevisionForConditionalGeneration", "llava_onevision", "qwen2", _NEXT),
     Multimodal("InternVLForConditionalGeneration", "internvl", "qwen2", _LLAVA),
     Multimodal("AyaVisionForConditionalGeneration", "aya_vision", "cohere2", _LLAVA),
@@ -77,11 +96,36 @@ MULTIMODAL: Final = (
     Multimodal("Idefics3ForConditionalGeneration", "idefics3", "llama", _IDEFICS),
     Multimodal("SmolVLMForConditionalGeneration", "smolvlm", "llama", _IDEFICS),
     Multimodal("Qwen2AudioForConditionalGeneration", "qwen2_audio", "qwen2", _AUDIO),
+    Multimodal("HunYuanVLForConditionalGeneration", "hunyuan_vl", "hunyuan_vl_text", _HUNYUAN, has_own_text=True),
+    Multimodal(
+        "Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker", "qwen2_5_omni_text", _THINKER, True
+    ),
+    Multimodal(
+        "Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni", "qwen2_5_omni_text",
+        (*_SPEAKING, "talker", "token2wav"), True, within="thinker_config", former_names=("Qwen2_5OmniModel",),
+    ),
+    Multimodal(
+        "Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text", _THINKER, True
+    ),
+    Multimodal(
+        "Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe", "qwen3_omni_moe_text",
+        (*_SPEAKING, "talker", "code2wav"), True, within="thinker_config",
+    ),
+    Multimodal("GraniteSpeechForConditionalGeneration", "granite_speech", "granite", ("encoder", "projector")),
     Multimodal("VoxtralForConditionalGeneration", "voxtral", "llama", _AUDIO),
-)
+)  # fmt: skip
 """The architectures, each of which computes text alone as its text part does (tests/parity/test_text_parts.py)."""
 
-_FAMILIES: Final = {"qwen2_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "glm4v_text": "glm4"}
+_FAMILIES: Final = {
+    "qwen2_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+    "qwen2_5_omni_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe",
+    "hunyuan_vl_text": "hunyuan_v1_dense",
+}
 """The families of text parts that are of a kind of their own."""
 
 
@@ -103,6 +147,7 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
     "llama": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
     "mistral": _sizes(32000, 4096, 14336, 32, 32, 8, 131072),
     "ministral3": _sizes(131072, 4096, 14336, 34, 32, 8, 262144),
+    "granite": _sizes(32000, 4096, 11008, 32, 32, 32, 2048),
     "qwen2": _sizes(151936, 4096, 22016, 32, 32, 32, 32768),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 4, 131072),
     "gemma4_text": _sizes(262144, 2304, 9216, 30, 8, 4, 131072),
@@ -115,14 +160,37 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
         "max_window_layers": 80,
     },
     "qwen3_vl_text": {**_sizes(151936, 4096, 22016, 32, 32, 32, 128000), "rope_theta": 5e5, "head_dim": 128},
+    "qwen3_vl_moe_text": {
+        **_sizes(151936, 2048, 5632, 24, 16, 16, 128000),
+        "rope_theta": 5e5,
+        "moe_intermediate_size": 1408,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+    },
     "glm4v_text": {
         **_sizes(151552, 4096, 13696, 40, 32, 2, 32768),
         "rms_norm_eps": 1e-5,
         "attention_bias": True,
         "partial_rotary_factor": 1.0,
     },
+    "qwen2_5_omni_text": {**_sizes(152064, 3584, 18944, 28, 28, 4, 32768), "rope_theta": 1e6, "max_window_layers": 28},
+    "qwen3_omni_moe_text": {
+        **_sizes(3584, 2048, 18944, 28, 28, 4, 32768),
+        "rope_theta": 1e6,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+    "hunyuan_vl_text": _sizes(290943, 4096, 11008, 32, 32, 32, 2048),
+    "glm4v_moe_text": {**_sizes(151424, 4096, 10944, 46, 96, 8, 65536), "attention_bias": True},
 }
 """What fields mean that a text part's config leaves out, by its kind: published files say no more than they must."""
+
+
+_TIED_BY_THE_WHOLE: Final = ("qwen3_vl_moe_text", "qwen2_5_omni_text")
+"""Kinds whose own class says that the head is the embedding, whether or not it is in the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +212,11 @@ def text_part(whole: Multimodal, config: Mapping[str, object], origin: str) -> T
     Raises:
         ModelRejected: There is no description of a text part.
     """
+    if whole.within is not None:
+        inside, outer = config.get(whole.within), config
+        if not isinstance(inside, Mapping):
+            refuse(origin, whole.within, inside, "an object that describes what has the text part")
+        config, origin = {**inside, "dtype": _first(outer, inside, "dtype", "torch_dtype")}, f"{origin}: {whole.within}"
     given, place = config.get(_CONFIG), f"{origin}: {_CONFIG}"
     if given is None and whole.has_own_text:
         given, place = {name: value for name, value in config.items() if name != "vision_config"}, origin
@@ -152,9 +225,11 @@ def text_part(whole: Multimodal, config: Mapping[str, object], origin: str) -> T
     named = given.get("model_type", whole.text_type)
     kind = whole.text_type if whole.has_own_text or not isinstance(named, str) else named
     of_text = {name: value for name, value in given.items() if not _OF_PARTS.fullmatch(name)}
+    if of_text.get("num_local_experts") is not None:  # another name of the same field
+        of_text = {"num_experts": of_text["num_local_experts"], **of_text}
     fields: dict[str, object] = {**_DEFAULTS.get(kind, {}), **of_text}
     fields["dtype"] = _first(config, given, "dtype", "torch_dtype")
-    fields["tie_word_embeddings"] = _tied(config, given)
+    fields["tie_word_embeddings"] = _tied(config, {} if kind in _TIED_BY_THE_WHOLE else given)
     if whole.has_own_text:
         fields.update((name, _of_text(fields[name])) for name in _ROPES if name in fields)
     if kind == "glm4v_text" and fields.get("head_dim") is None:
@@ -184,6 +259,6 @@ def _of_text(rope: object) -> object:
     """Return a rope whose sections rotate by the same positions, as they do in text: one without sections."""
     if not isinstance(rope, Mapping):
         return rope
-    plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
-    kinds = {name: "default" for name in ("rope_type", "type") if plain.get(name) == "mrope"}
+    plain = {name: value for name, value in rope.items() if not name.startswith(("mrope_", "xdrope_"))}
+    kinds = {name: _PLAIN[kind] for name in ("rope_type", "type") if (kind := plain.get(name)) in _PLAIN}
     return {**plain, **kinds}
