@@ -113,6 +113,11 @@ def head_norm_roles(heads: int, kv_heads: int) -> list[str]:
     return [*(f"q_norm_{head}" for head in range(heads)), *(f"k_norm_{head}" for head in range(kv_heads))]
 
 
+def _has(tensors: Collection[str], module: str) -> bool:
+    """Return whether one of the tensors is a module's."""
+    return any(name.startswith(f"{module}.") for name in tensors)
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """Names that a checkpoint gives to the roles."""
@@ -196,8 +201,9 @@ class Names:
         if not self.homes:
             return self if any(name.startswith(self.prefix) for name in tensors) else self.bare()
         candidates = [self._at_home(*each) for each in self.homes]
-        held = (each for each in candidates if any(name.startswith(each.roles["embedding"] + ".") for name in tensors))
-        return next(held, candidates[0])
+        held = [each for each in candidates if _has(tensors, each.roles["embedding"])]
+        with_head = (each for each in held if _has(tensors, each.roles["head"]))
+        return next(with_head, (held or candidates)[0])
 
     def is_other(self, tensor: str) -> bool:
         """Return whether a tensor belongs to another part of a larger model."""

@@ -17,18 +17,22 @@ from headrace.adapters.untrusted import refuse
 __all__ = ["HOMES", "MULTIMODAL", "Multimodal", "TextPart", "text_part"]
 
 HOMES: Final = (
-    ("thinker.model.language_model.", "thinker."),
-    ("thinker.model.", "thinker."),
     ("model.language_model.", ""),
+    ("model.language_model.model.", ""),
     ("language_model.model.", "language_model."),
+    ("language_model.model.model.", "language_model."),
+    ("language_model.model.model.", ""),
     ("language_model.", ""),
     ("model.text_model.", ""),
     ("text_model.", ""),
     ("model.", ""),
+    ("thinker.model.language_model.", "thinker."),
+    ("thinker.model.", "thinker."),
 )
 """Beginnings that the names of a text part's tensors may have, in files of transformers 5 and older ones.
 
-Each stands in place of `Names.prefix`, and beside it what stands before the name of the head.
+Each stands in place of `Names.prefix`, and beside it what stands before the name of the head. Of two that fit, that
+counts whose head is there.
 """
 _CONFIG: Final = "text_config"
 _ROPES: Final = ("rope_parameters", "rope_scaling")
