@@ -18,8 +18,8 @@ from headrace.engine.model.rope import UNROTATED, Rope
 from headrace.engine.model.spec import Attention, DecoderSpec, DenseFeed, LayerSpec, PlainFeed
 
 __all__ = [
-    "Bug", "Change", "attention", "change_tensors", "exchanged", "feed", "halves_exchanged", "is_caught", "layers",
-    "misread", "names", "norms", "norms_before_rotation", "norms_behind_rotation", "plain_ropes", "pre_norms",
+    "Bug", "Change", "attention", "change_tensors", "exchanged", "feed", "halves_exchanged", "in_series", "is_caught",
+    "layers", "misread", "names", "norms", "norms_before_rotation", "norms_behind_rotation", "plain_ropes", "pre_norms",
     "rms_norms", "ropes", "stored", "vectors", "whole", "without", "zeroed",
 ]  # fmt: skip
 
@@ -116,6 +116,12 @@ def pre_norms(spec: DecoderSpec) -> DecoderSpec:
     roles = spec.names.roles
     ahead = {f"{half}_norm": roles[f"{half}_result_norm"] for half in ("mixer", "feed")}
     return names(roles={**roles, **ahead})(norms(placement="pre")(spec))
+
+
+def in_series(spec: DecoderSpec) -> DecoderSpec:
+    """Compute a mixer and a feed that share a norm one behind the other, each with that norm."""
+    roles = spec.names.roles
+    return names(roles={**roles, "feed_norm": roles["mixer_norm"]})(norms(placement="pre")(spec))
 
 
 def norms_behind_rotation(spec: DecoderSpec) -> DecoderSpec:

@@ -15,7 +15,19 @@ import torch
 import transformers
 from against_transformers import check_cuts, check_engine, difference, drawn_with_logits
 from model_driver import OPERATIONS, ModelUnderTest
-from planted_bugs import change_tensors
+from planted_bugs import (
+    Bug,
+    attention,
+    change_tensors,
+    exchanged,
+    is_caught,
+    misread,
+    plain_ropes,
+    ropes,
+    whole,
+    without,
+    zeroed,
+)
 from quantised_layouts import mxfp4
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,6 +37,7 @@ from headrace.engine.model.checkpoint.weights import load_weights
 from headrace.engine.model.cpu.sizing import runs_native
 from headrace.engine.model.experts import ExpertsFeed
 from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.rope import LongRope, Yarn
 from headrace.engine.model.spec import DecoderSpec, DenseFeed
 from headrace.ops.experts import Choice, route
 from headrace.ops.routing import Routing
@@ -183,6 +196,7 @@ BUGS: dict[str, tuple[str, Callable[[ExpertsFeed], ExpertsFeed]]] = {
     "softmax for sigmoid": ("glm, groups, scaled, dense first layers", rerouted(score="softmax")),
     "no biases of experts": ("gpt-oss, windowed", lambda feed: replace(feed, biased=False)),
     "silu for the clamped gate": ("gpt-oss, windowed", lambda feed: replace(feed, activation="silu")),
+    "softmax of all before the choice": ("gpt-oss, windowed", rerouted(score="softmax")),
     "another activation": ("olmoe", lambda feed: replace(feed, activation="gelu_tanh")),
 }
 
@@ -202,6 +216,46 @@ def test_a_planted_bug_changes_logits(bug: str, native: bool, tmp_path: Path) ->
         for layer in spec.layers
     )
     assert differs(tmp_path, spec, replace(spec, layers=layers), sequences[0], expected[0], native)
+
+
+GRANITES = ("granite", "granite, shared", "granite 4")
+GPT_OSS, GLM = "gpt-oss, windowed", "glm, groups, scaled, dense first layers"
+ERNIE, PHI = "ernie, corrected, shared, a dense layer", "phi, windowed, every bias, longrope"
+QWEN3 = "qwen3, renormalised, biased, a dense layer"
+NORMED_HEADS = (QWEN3, GLM)
+WINDOWED = [family for family in FAMILIES if "windowed" in family]
+
+
+def without_magnitudes(spec: DecoderSpec) -> DecoderSpec:
+    """Leave the rotations of longrope as long as they are without it."""
+    (rope,) = spec.ropes
+    assert isinstance(rope.scaling, LongRope)
+    return ropes(scaling=replace(rope.scaling, magnitudes=(1.0, 1.0)))(spec)
+
+
+WRONG: list[tuple[str, str, Bug]] = [
+    *((family, "no window", misread(attention(window=None))) for family in WINDOWED),
+    (GPT_OSS, "a rope that is not stretched", misread(plain_ropes)),
+    (GPT_OSS, "a ramp from pair to pair", misread(ropes(scaling=Yarn(4.0, 32)))),
+    (GPT_OSS, "no bias of the router", zeroed("router_bias_X")),
+    *((family, "heads not normed", without("q_norm_D", "k_norm_D")) for family in NORMED_HEADS),
+    *((family, "each other's norms", misread(exchanged("q_norm", "k_norm"))) for family in NORMED_HEADS),
+    *((family, "embeddings not scaled", misread(whole(embedding_scale=1.0))) for family in GRANITES),
+    *((family, "results not scaled", misread(whole(embedding_scale=6.0))) for family in GRANITES),
+    *((family, "logits not scaled", misread(whole(logits_scale=1.0))) for family in GRANITES),
+    *((family, "scores over the root of the size of a head", misread(attention(scale=None))) for family in GRANITES),
+    (GLM, "all of each head rotated", misread(attention(rotary_dim=None))),
+    (ERNIE, "pairs half a head apart", misread(attention(interleaved=False))),
+    (PHI, "no magnitude", misread(without_magnitudes)),
+    (PHI, "no bias of the head", zeroed("head_bias_V")),
+]
+
+
+@pytest.mark.parametrize(("family", "bug", "planted"), WRONG)
+def test_a_bug_outside_the_experts_changes_logits(family: str, bug: str, planted: Bug, tmp_path: Path) -> None:
+    model, sequences, expected = reference(family)
+    model.save_pretrained(tmp_path)
+    assert is_caught(planted, tmp_path, sequences[0], expected[0]), bug
 
 
 def test_sinks_change_logits(tmp_path: Path) -> None:

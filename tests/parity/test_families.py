@@ -369,6 +369,7 @@ MAGNIFIED = [
 WINDOWED = [
     "mistral, window", "qwen2, later layers windowed", "phi-3, window", f"ministral, {MIDDLE}", f"smollm3, {MIDDLE}",
     f"olmo3, {MIDDLE}", f"exaone4, {MIDDLE}", f"gemma2, {MIDDLE}", f"gemma3, {MIDDLE}", f"cwm, {MIDDLE}",
+    "ministral 3, window, tied",
 ]  # fmt: skip
 GRANITES = ["granite", "granite 4, tied"]
 GEMMAS = ["gemma", f"gemma2, {MIDDLE}", f"gemma3, {MIDDLE}"]
