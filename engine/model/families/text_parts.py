@@ -216,11 +216,7 @@ def text_part(whole: Multimodal, config: Mapping[str, object], origin: str) -> T
     Raises:
         ModelRejected: There is no description of a text part.
     """
-    if whole.within is not None:
-        inside, outer = config.get(whole.within), config
-        if not isinstance(inside, Mapping):
-            refuse(origin, whole.within, inside, "an object that describes what has the text part")
-        config, origin = {**inside, "dtype": _first(outer, inside, "dtype", "torch_dtype")}, f"{origin}: {whole.within}"
+    config, origin = _around(whole, config, origin)
     given, place = config.get(_CONFIG), f"{origin}: {_CONFIG}"
     if given is None and whole.has_own_text:
         given, place = {name: value for name, value in config.items() if name != "vision_config"}, origin
@@ -239,6 +235,16 @@ def text_part(whole: Multimodal, config: Mapping[str, object], origin: str) -> T
     if kind == "glm4v_text" and fields.get("head_dim") is None:
         fields["head_dim"] = _shared_out(fields["hidden_size"], fields["num_attention_heads"])
     return TextPart(whole, _FAMILIES.get(kind, kind), fields, place)
+
+
+def _around(whole: Multimodal, config: Mapping[str, object], origin: str) -> tuple[Mapping[str, object], str]:
+    """Return the config of what the text part is a part of, and where it stands."""
+    if whole.within is None:
+        return config, origin
+    inside = config.get(whole.within)
+    if not isinstance(inside, Mapping):
+        refuse(origin, whole.within, inside, "an object that describes what has the text part")
+    return {**inside, "dtype": _first(config, inside, "dtype", "torch_dtype")}, f"{origin}: {whole.within}"
 
 
 def _shared_out(hidden: object, heads: object) -> int | None:
@@ -264,5 +270,5 @@ def _of_text(rope: object) -> object:
     if not isinstance(rope, Mapping):
         return rope
     plain = {name: value for name, value in rope.items() if not name.startswith(("mrope_", "xdrope_"))}
-    kinds = {name: _PLAIN[kind] for name in ("rope_type", "type") if (kind := plain.get(name)) in _PLAIN}
-    return {**plain, **kinds}
+    kinds = {name: plain[name] for name in ("rope_type", "type") if isinstance(plain.get(name), str)}
+    return {**plain, **{name: _PLAIN.get(str(kind), kind) for name, kind in kinds.items()}}
