@@ -289,11 +289,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "GraniteMoeHybridForCausalLM", "granitemoehybrid", (2560, 8192, 40, 40, 8, 131072, 100352),
         **{**_RMS, "rope_theta": 10000000}, attention_bias=False, attention_multiplier=0.015625,
         embedding_multiplier=12, init_method="mup", layer_types=["attention"] * 40, logits_scaling=10,
-        mamba_chunk_size=256, mamba_conv_bias=True, mamba_d_conv=4, mamba_d_head=64, mamba_d_state=256, mamba_expand=2,
-        mamba_n_groups=1, mamba_n_heads=80, mamba_proj_bias=False, normalization_function="rmsnorm",
-        num_experts_per_tok=0, num_local_experts=0, output_router_logits=False, pad_token_id=100256,
-        position_embedding_type="rope", residual_multiplier=0.22, router_aux_loss_coef=0.01,
-        shared_intermediate_size=8192, tie_word_embeddings=True,
+        normalization_function="rmsnorm", num_experts_per_tok=0, num_local_experts=0, output_router_logits=False,
+        pad_token_id=100256, position_embedding_type="rope", residual_multiplier=0.22, router_aux_loss_coef=0.01,
+        shared_intermediate_size=8192, tie_word_embeddings=True,  # and sizes of Mamba, which no layer has
     ),
     "DeepSeek-V3": _config(
         "DeepseekV3ForCausalLM", "deepseek_v3", (7168, 18432, 61, 128, 128, 163840, 129280), **_DEEPSEEK,
