@@ -1,6 +1,7 @@
 """config.json files as published, of each family that has native code, and of models whose text part is read.
 
-Every field is kept but for long lists; sizes are those of one model of the family.
+Every field is kept but for long lists; sizes are those of one model of the family. Granite 4.0 Micro, Qwen3-VL-30B-A3B
+and GLM-4.5V are written from memory, with no copy of the file at hand.
 """
 
 from __future__ import annotations
