@@ -117,9 +117,14 @@ FALLBACK = {
     "arcee": "Arcee",
     "codegen": "CodeGen",
     "flex_olmo": "FlexOlmo: experts",
+    "flint": "Flint: experts, windows, sinks",
     "gpt_bigcode": "StarCoder 1, SantaCoder",
     "gptj": "GPT-J",
+    "granite_swa": "Granite with windows, sinks",
+    "granitemoe_swa": "Granite with experts, windows, sinks",
     "hyperclovax": "HyperCLOVA X",
+    "laguna": "Laguna: experts, windows, other heads in some layers",
+    "mimo_v2_flash": "MiMo-V2-Flash: experts, windows, sinks, other heads in some layers",
     "minicpm3": "MiniCPM3: values in smaller heads",
     "minimax_m2": "MiniMax-M2: experts",
     "nanochat": "NanoChat",
@@ -129,7 +134,7 @@ FALLBACK = {
     "vaultgemma": "VaultGemma: windows, bounded scores",
 }
 """Models that have been compared by the fallback, by `model_type`; more may run."""
-FALLBACK_ON_GPU = {"arcee": H200, "olmo": H200, "vaultgemma": EMULATION}
+FALLBACK_ON_GPU = {"arcee": H200, "mimo_v2_flash": EMULATION, "olmo": H200, "vaultgemma": EMULATION}
 """Where the tokens of these on a GPU have been compared."""
 REFUSED = {
     "qwen3_next": "Qwen3-Next",

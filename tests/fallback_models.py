@@ -26,6 +26,10 @@ SIZES: dict[str, Any] = {
 WINDOW = 13  # shorter than every prompt, and no multiple of a page
 EVERY_OTHER = {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+BY_KIND = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0},
+}
 SPLIT_HEADS = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "head_dim": 8,
@@ -49,11 +53,60 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),  # fmt: skip
     "flex_olmo": ("FlexOlmo", EXPERTS),
+    "flint, sinks and a window in the middle layer": (
+        "Flint",
+        {
+            **EVERY_OTHER,
+            **EXPERTS,
+            "head_dim": 16,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "mlp_only_layers": [0],
+        },
+    ),
     "gemma": ("Gemma", {"head_dim": 24}),
     "gpt_bigcode": ("GPTBigCode", {"intermediate_size": ...}),
     "gptj": ("GPTJ", {"num_key_value_heads": ..., "intermediate_size": ..., "n_inner": 112, "rotary_dim": 8}),
+    "granite_swa, sinks and a window in the middle layer": (
+        "GraniteSWA",
+        {**EVERY_OTHER, "attention_multiplier": 0.2, "layer_rope_theta": [500.0, 100.0, 0], "residual_multiplier": 0.7},
+    ),
+    "granitemoe_swa, sinks and a window in the middle layer": (
+        "GraniteMoeSWA",
+        {
+            **EVERY_OTHER,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.2,
+            "shared_intermediate_size": 48,
+        },
+    ),
     "hyperclovax": ("HyperCLOVAX", {"head_dim": 16, "attention_multiplier": 0.15, "logits_scaling": 3.0}),
     "jais2": ("Jais2", {"num_key_value_heads": 4}),
+    "laguna, more heads in the middle layer": (
+        "Laguna",
+        {
+            **EVERY_OTHER,
+            **EXPERTS,
+            "head_dim": 16,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "num_attention_heads_per_layer": [4, 6, 4],
+            "rope_parameters": BY_KIND,
+        },
+    ),
+    "mimo_v2_flash, sinks, a window and more keys in the middle layer": (
+        "MiMoV2Flash",
+        {
+            **EVERY_OTHER,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "moe_intermediate_size": 32,
+            "rope_parameters": BY_KIND,
+        },
+    ),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
     "minicpm3": ("MiniCPM3", SPLIT_HEADS),
     "nanochat": ("NanoChat", {}),

@@ -20,6 +20,8 @@ from headrace.engine.model.cpu.runner import CpuDecoder
 from headrace.engine.model.cpu.sizing import runs_native
 from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.families.registry import read_hf_config
+from headrace.engine.model.shared.kv_layout import kv_layout
+from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.native.library import Context
 
 LENGTHS = (61, 40, 17)
@@ -55,7 +57,7 @@ def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: boo
     decoder: CpuDecoder = fallback.open(
         ops, lambda step: step.positions_N, dtype=torch.float32, device=torch.device("cpu")
     )
-    kv = next(iter(ops.values())).allocate_kv(fallback.spec.num_layers, size.num_pages)
+    kv = CpuKv.allocate(kv_layout(fallback.spec, ops), size.num_pages, torch.float32)
     tested = ModelUnderTest(decoder, ops, kv, size)
     check_cuts(tested, sequences, expected)
 
@@ -66,7 +68,7 @@ def test_an_engine_generates_what_transformers_generates(family: str, tmp_path: 
     prompts = [ids[:length] for ids, length in zip(sequences, (17, 15, 13), strict=True)]
     saved(model, tmp_path)
     spec = FallbackModel.read(read_hf_config(tmp_path), "random").spec
-    page = spec.num_layers * spec.uniform_attention.state.elements * 4 * 4  # bytes of 4 tokens in float32
+    page = spec.cached_elements * 4 * 4  # bytes of 4 tokens in float32
     options: dict[str, Any] = {"dtype": "float32", "page_size": 4, "max_batched_tokens": 16, "max_rows": 3}
 
     async def run() -> tuple[list[list[int]], EngineStats]:

@@ -23,6 +23,7 @@ from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.fallback.network import FallbackDecoder
 from headrace.engine.model.fallback.small import SmallModel, small_model
 from headrace.engine.model.fallback.state import changed, state_of
+from headrace.engine.model.shared.kv_layout import kv_layout
 from headrace.engine.model.spec import MixerSpec
 from headrace.engine.scheduling.asked import Asked, Sampling
 from headrace.engine.scheduling.plan import Capacity, NewRow, PageEntry, StepPlan, Work
@@ -143,7 +144,7 @@ def _steps(network: _Paged, ops: Mapping[MixerSpec, CpuOps], texts: list[Tensor]
         places = range(-(-len(ids_N) // _PAGE))
         plan.entries.extend(PageEntry(row, place, len(texts) * (wide - 1 - place) + row) for place in places)
     rows.update(plan)
-    kv: CpuKv = next(iter(ops.values())).allocate_kv(network.spec.num_layers, capacity.num_pages)
+    kv = CpuKv.allocate(kv_layout(network.spec, ops), capacity.num_pages, next(iter(ops.values())).dtype)
     done = [0] * len(texts)
     for counts in zip(*_CUTS, strict=True):
         works = []

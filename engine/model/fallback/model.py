@@ -121,9 +121,7 @@ class FallbackModel(ForeignModel):
         else:
             module = moved(module, device, empty)
         preferred = activations if self.packs else None
-        return FallbackDecoder(
-            self._spec, module, self.traced.modules, ops, positions, activations=preferred, fuses=fuses
-        )
+        return FallbackDecoder(self._spec, module, self.traced, ops, positions, activations=preferred, fuses=fuses)
 
     def reload(self, *, dtype: torch.dtype, device: torch.device, empty: Empty) -> None:
         """Read the weights once more into the tensors of `empty`."""
@@ -139,7 +137,7 @@ def _spec(found: ModelClass, traced: Traced) -> DecoderSpec:
     """Return the shape of a model as caches and schedulers need it: a layer's feed and norms are the module's affair.
 
     Raises:
-        ModelRejected: A size is impossible, or the layers have different heads.
+        ModelRejected: A size is impossible.
     """
     config = found.config
     context = getattr(config, "max_position_embeddings", None)
@@ -148,7 +146,7 @@ def _spec(found: ModelClass, traced: Traced) -> DecoderSpec:
         if not isinstance(size, int) or not 1 <= size <= LIMITS[name]:
             field = "max_position_embeddings" if name == "max_context" else name
             refuse(_ORIGIN, field, size, f"an integer from 1 to {LIMITS[name]}")
-    spec = DecoderSpec(
+    return DecoderSpec(
         architecture=found.kind.__name__,
         layers=tuple(LayerSpec(attention, _ForeignFeed(), _NORMS) for attention in traced.layers),
         ropes=(UNROTATED,),
@@ -160,8 +158,6 @@ def _spec(found: ModelClass, traced: Traced) -> DecoderSpec:
         names=_NO_NAMES,
         has_head=found.has_head,
     )
-    assert spec.attention_kinds
-    return spec
 
 
 def _sizes_of(model: PreTrainedModel) -> dict[ModelPart, int]:

@@ -21,6 +21,7 @@ from headrace.engine.model.fallback.fusing import FusedLayers
 from headrace.engine.model.fallback.head import split_head
 from headrace.engine.model.fallback.interface import attach
 from headrace.engine.model.fallback.products import pack_products
+from headrace.engine.model.fallback.tracing import Traced
 from headrace.engine.model.network.foreign import ForeignOps
 from headrace.engine.model.network.operations import BlockOps, Kv, Packed, Step
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
@@ -58,7 +59,7 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
         self,
         spec: DecoderSpec,
         model: PreTrainedModel,
-        modules: tuple[str, ...],
+        traced: Traced,
         ops: Mapping[MixerSpec, ForeignOps[Packed, Step, Kv]],
         positions: Callable[[Step], Tensor],
         *,
@@ -70,7 +71,7 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
         Args:
             spec: The shape of the model.
             model: The module with its weights, made with the attention `interface.ATTENTION`.
-            modules: Names, within the module without its head, of the modules whose attention is that of each layer.
+            traced: What the module was found to ask of its attention.
             ops: The device's operations, by each of the different mixers of `spec`. They must not rotate heads.
             positions: Returns the position of each of a step's tokens, [N].
             activations: Dtype that the device prefers for activations, to give it the module's products; None leaves
@@ -82,11 +83,14 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
         self.base, self._head = split_head(model, has_head=spec.has_head)
         if activations is not None:
             pack_products(model, self.base, ops[spec.layers[0].mixer], activations)
-        self._fuses, self._fused = fuses, None if fuses is None else self._compiled(modules)
+        self._fuses, self._fused = fuses, None if fuses is None else self._compiled(traced.modules)
         self._positions, self._kind = positions, spec.layers[0].mixer
         self._now: _Now[Step, Kv] = _Now()
-        for number, (name, layer) in enumerate(zip(modules, spec.layers, strict=True)):
+        names = zip(traced.modules, traced.sinks, spec.layers, strict=True)
+        for number, (name, sinks, layer) in enumerate(names):
             attach([self.base.get_submodule(name)], _Layer(number, layer.mixer, ops[layer.mixer], self._now))
+            if sinks is not None:
+                ops[layer.mixer].keep_sinks(number, self.base.get_parameter(sinks).detach().float())
 
     def hidden(
         self,

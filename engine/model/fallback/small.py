@@ -100,8 +100,7 @@ class SmallModel:
         """
         module = random_module(self._model.found, dtype, 0, ATTENTION)
         module.load_state_dict(self._plain.state_dict())
-        modules = self._model.traced.modules
-        return FallbackDecoder(self.spec, module, modules, ops, positions, activations=activations)
+        return FallbackDecoder(self.spec, module, self._model.traced, ops, positions, activations=activations)
 
 
 def small_model(model: FallbackModel) -> SmallModel:

@@ -1,7 +1,7 @@
 """`trace`: what a transformers module asks of its attention, found by running it without numbers, on the meta device.
 
-Each call of the attention function shows a layer's heads, scale, cap and mask, whatever the model's configuration
-calls them. What the paged cache cannot answer is refused by name. Next to read: model.py.
+Each call of the attention function shows a layer's heads, scale, cap, sinks and mask, whatever the configuration calls
+them. What the paged cache cannot answer is refused by name. Next to read: model.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.engine.model.fallback.head import split_head
 from headrace.engine.model.fallback.interface import TRACED_ATTENTION, Call, Mask, attach
 from headrace.engine.model.fallback.loading import made
 from headrace.engine.model.fallback.values import told
-from headrace.engine.model.spec import Attention, SoftcappedAttention
+from headrace.engine.model.spec import Attention, SinkAttention, SoftcappedAttention
 
 __all__ = ["Traced", "build_blank", "embedding_of", "trace"]
 
@@ -30,7 +30,7 @@ _FAR: Final = 1 << 26  # a position behind the longest context, from which every
 _KNOWN: Final = frozenset(
     ("scaling", "softcap", "sliding_window", "dropout", "is_causal", "position_ids", "cache_position", "use_cache",
      "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "layer_idx",
-     "position_embeddings")
+     "position_embeddings", "s_aux")
 )  # fmt: skip
 """Options of the attention function that are read, or that say nothing that matters here."""
 _MIXING: Final = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
@@ -44,6 +44,8 @@ class Traced(NamedTuple):
     """Attention of each layer, in the order in which they are computed."""
     modules: tuple[str, ...]
     """Name, within the model without its head, of the module that calls the attention of each layer."""
+    sinks: tuple[str | None, ...]
+    """Name, there, of the parameter that has a score for each head of each layer, its sink; None without sinks."""
     hidden_size: int
     vocab_size: int
 
@@ -91,7 +93,9 @@ def trace(found: ModelClass, model: PreTrainedModel) -> Traced:
     names = {module: name for name, module in base.named_modules()}
     layers = tuple(_attention(found, names.get(call.module, ""), call) for call in calls)
     _check_layers(found, base, calls)
-    return Traced(layers, tuple(names[call.module] for call in calls), hidden_1NE.shape[-1], vocab)
+    modules = tuple(names[call.module] for call in calls)
+    sinks = tuple(_sinks(found, base, name, call) for name, call in zip(modules, calls, strict=True))
+    return Traced(layers, modules, sinks, hidden_1NE.shape[-1], vocab)
 
 
 def embedding_of(model: PreTrainedModel) -> Tensor:
@@ -138,7 +142,7 @@ def _attention(found: ModelClass, name: str, call: Call) -> Attention:
     options = call.options
     for option, value in options.items():
         if value is not None and option not in _KNOWN:
-            _refuse(found, name, f"attention with {option}", "attention with a scale, a window and a cap alone")
+            _refuse(found, name, f"attention with {option}", "attention with a scale, a window, a cap or sinks alone")
     for option in ("scaling", "softcap", "sliding_window"):
         if not isinstance(options.get(option), int | float | None):
             _refuse(found, name, f"attention whose {option} is no number", "numbers")
@@ -160,10 +164,24 @@ def _of_shapes(found: ModelClass, name: str, call: Call, window: int | None) -> 
         shapes = f"queries {heads} x {size}, keys {keys[1]} x {keys[3]}, values {values[1]} x {values[3]}"
         _refuse(found, name, shapes, "query heads that share key heads evenly, and values no larger than keys")
     scale, cap = call.options.get("scaling"), call.options.get("softcap")
-    plain = Attention(heads, keys[1], size, window=window, scale=None if scale is None else float(scale))
-    return (
-        plain if cap is None else SoftcappedAttention(heads, keys[1], size, window=window, scale=plain.scale, cap=cap)
-    )
+    scale = None if scale is None else float(scale)
+    if cap is not None:
+        return SoftcappedAttention(heads, keys[1], size, window=window, scale=scale, cap=cap)
+    kind = Attention if call.options.get("s_aux") is None else SinkAttention
+    return kind(heads, keys[1], size, window=window, scale=scale)
+
+
+def _sinks(found: ModelClass, base: nn.Module, name: str, call: Call) -> str | None:
+    """Return the name of the parameter that a call gives as sinks."""
+    sinks, heads = call.options.get("s_aux"), call.q_1HND.shape[1]
+    if sinks is None:
+        return None
+    if call.options.get("softcap") is not None:
+        _refuse(found, name, "attention with a cap and with sinks", "either of them")
+    given = next((each for each, parameter in base.named_parameters() if parameter is sinks), None)
+    if given is None or tuple(sinks.shape) != (heads,):
+        _refuse(found, name, "attention with sinks that the module computes", "a parameter of one number for each head")
+    return given
 
 
 def _window(found: ModelClass, name: str, mask: object) -> int | None:

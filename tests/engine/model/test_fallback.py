@@ -74,9 +74,6 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "keys and values of another layer": (
         lambda: of_transformers("gemma3n_text", num_kv_shared_layers=1), "num_kv_shared_layers", "of their own",
     ),
-    "scores with sinks": (
-        lambda: of_transformers("gpt_oss"), "layers.0.self_attn", "a scale, a window and a cap alone",
-    ),
     "two attentions in a layer": (lambda: of_transformers("diffllama"), "attention", "one attention in each layer"),
     "a rope that depends on the length": (
         lambda: described(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
@@ -104,9 +101,6 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
     "convolutions of images": (
         lambda: of_transformers("phi4_multimodal"),
         "model.embed_tokens_extend.image_embed.img_processor.embeddings.patch_embedding", "through attention alone",
-    ),
-    "more heads in one layer": (
-        lambda: of_transformers("laguna", num_attention_heads_per_layer=[48, 64]), "the heads of a layer", "the same",
     ),
     "values larger than keys": (
         lambda: described("minicpm3", v_head_dim=32), "layers.0.self_attn", "values no larger than keys",
@@ -148,6 +142,16 @@ def with_another_mask(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(modeling_olmo.OlmoAttention, "forward", forward)
 
 
+def with_option(**more: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """An attention that asks for more than those of its kind do."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        plain = modeling_olmo.OlmoAttention.forward
+        patch.setattr(modeling_olmo.OlmoAttention, "forward", lambda *given, **named: plain(*given, **named, **more))
+
+    return plant
+
+
 def with_module(kind: Callable[[], torch.nn.Module]) -> Callable[[pytest.MonkeyPatch], None]:
     """A feed that has a module of this kind."""
 
@@ -181,6 +185,9 @@ def without_parts(patch: pytest.MonkeyPatch) -> None:
         (with_another_mask, "layers.0.self_attn", "a mask that the module changes"),
         (with_module(lambda: torch.nn.Conv1d(64, 64, 3)), "model.layers.0.mlp.mixing", "through attention alone"),
         (with_module(lambda: torch.nn.GRU(64, 64)), "model.layers.0.mlp.mixing", "through attention alone"),
+        (with_option(planted=1), "layers.0.self_attn", "attention with planted"),
+        (with_option(s_aux=torch.zeros(4)), "layers.0.self_attn", "with sinks that the module computes"),
+        (with_option(s_aux=torch.zeros(4), softcap=2.0), "layers.0.self_attn", "with a cap and with sinks"),
         (without_positions, "position_ids", "the position of each token"),
         (without_parts, "architectures", "not a model with a head behind it"),
     ],

@@ -31,6 +31,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
          "head_dim": 64, "bos_token_id": 1, "eos_token_id": 2,
          "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     ),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+         "mlp_layer_types": ["dense"] * 3, "head_dim": 64, "v_head_dim": 48, "num_key_value_heads": 1,
+         "rope_parameters": {
+             "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+         }},
+    ),
     "vaultgemma": (
         "VaultGemma",
         {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
