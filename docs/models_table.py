@@ -122,6 +122,7 @@ FALLBACK = {
     "gptj": "GPT-J",
     "granite_swa": "Granite with windows, sinks",
     "granitemoe_swa": "Granite with experts, windows, sinks",
+    "hunyuan_v1_moe": "Hunyuan-MoE: experts",
     "hyperclovax": "HyperCLOVA X",
     "laguna": "Laguna: experts, windows, other heads in some layers",
     "mimo_v2_flash": "MiMo-V2-Flash: experts, windows, sinks, other heads in some layers",

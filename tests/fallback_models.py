@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-__all__ = ["FAMILIES", "WINDOW", "config_of", "described", "made", "saved", "write_tokenizer"]
+__all__ = ["FAMILIES", "LONG_ROPE", "ORIGINAL", "WINDOW", "config_of", "described", "made", "saved", "write_tokenizer"]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -34,6 +34,12 @@ SPLIT_HEADS = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "head_dim": 8,
 }  # fmt: skip
+ORIGINAL = "original_max_position_embeddings"
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.1, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 4.0, 6.0, 9.0],
+}  # fmt: skip
+"""Beside the original context, one divisor for each pair of 8 rotated elements."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe, window in the middle layer": (
         "Afmoe",
@@ -81,6 +87,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 48,
         },
     ),
+    "hunyuan_v1_moe, a rope that is stretched by alpha": (
+        "HunYuanMoEV1",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "moe_topk": 2,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 500.0,
+                "alpha": 50.0,
+                "factor": 1.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
     "hyperclovax": ("HyperCLOVAX", {"head_dim": 16, "attention_multiplier": 0.15, "logits_scaling": 3.0}),
     "jais2": ("Jais2", {"num_key_value_heads": 4}),
     "laguna, more heads in the middle layer": (
@@ -108,10 +132,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
-    "minicpm3": ("MiniCPM3", SPLIT_HEADS),
+    "minicpm3, divisors of short texts": ("MiniCPM3", {**SPLIT_HEADS, "rope_parameters": {**LONG_ROPE, ORIGINAL: 128}}),
+    "minicpm3, divisors of long texts": ("MiniCPM3", {**SPLIT_HEADS, "rope_parameters": {**LONG_ROPE, ORIGINAL: 16}}),
     "nanochat": ("NanoChat", {}),
     "nemotron": ("Nemotron", {"attention_bias": True, "head_dim": 16, "partial_rotary_factor": 0.5}),
     "olmo": ("Olmo", {"clip_qkv": 2.0}),
+    "olmo, a dynamic rope": (
+        "Olmo",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}},
+    ),
     "opt, norms behind, embeddings of another width": (
         "OPT",
         {

@@ -525,6 +525,12 @@ _GPTJ: dict[str, Any] = {
     "tie_word_embeddings": False, "tokenizer_class": "GPT2Tokenizer", "transformers_version": "4.18.0.dev0",
     "use_cache": True, "vocab_size": 50400,
 }  # fmt: skip
+_MINICPM3 = [
+    1.0591234137867171, 1.1241891283591912, 1.2596935748670968, 1.5380380402321725, 2.093982484148734,
+    3.1446935121267696, 4.937952647693647, 7.524541999994549, 10.475458000005451, 13.062047352306353,
+    14.85530648787323, 15.906017515851266, 16.461961959767827, 16.740306425132907, 16.87581087164081,
+    16.940876586213285,
+]  # fmt: skip
 PUBLISHED_OTHERS: dict[str, dict[str, Any]] = {
     "gpt-j-6b": {**_GPTJ, "architectures": ["GPTJForCausalLM"], "model_type": "gptj", "rotary": True},
     "codegen-6B-mono": {**_GPTJ, "architectures": ["CodeGenForCausalLM"], "model_type": "codegen", "n_ctx": 2048},
@@ -551,6 +557,20 @@ PUBLISHED_OTHERS: dict[str, dict[str, Any]] = {
         shared_intermediate_size=0, sliding_window=None, tie_word_embeddings=False, use_mtp=True, use_qk_norm=True,
         use_routing_bias=True,
     ),
+    "MiniCPM3-4B": _config("MiniCPM3ForCausalLM", "minicpm3", (2560, 6400, 62, 40, 40, 32768, 73448))
+    | {
+        "attention_bias": False, "attention_dropout": 0.0, "dim_model_base": 256, "eos_token_id": [2, 73440],
+        "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "rms_norm_eps": 1e-05,
+        "scale_depth": 1.4, "scale_emb": 12,
+        "auto_map": {
+            "AutoConfig": "configuration_minicpm.MiniCPM3Config", "AutoModel": "modeling_minicpm.MiniCPM3Model",
+            "AutoModelForCausalLM": "modeling_minicpm.MiniCPM3ForCausalLM",
+        },
+        "rope_scaling": {
+            "type": "longrope", "long_factor": _MINICPM3, "short_factor": _MINICPM3,
+            "original_max_position_embeddings": 32768,
+        },
+    },
     "OLMo-1B-hf": _config("OlmoForCausalLM", "olmo", (2048, 8192, 16, 16, 16, 2048, 50304))
     | {"attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None, "pretraining_tp": 1, "rope_theta": 10000.0},
     "Nemotron-Mini-4B": _config("NemotronForCausalLM", "nemotron", (3072, 9216, 32, 24, 8, 4096, 256000))

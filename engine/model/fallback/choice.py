@@ -46,7 +46,7 @@ def fallback_for(
     if config.model_impl == "auto":
         why = f"{_name(described)} has no native code"
     try:
-        model = FallbackModel.read(described, source, seed=config.seed, why=why)
+        model = FallbackModel.read(described, source, max_context=config.max_context, seed=config.seed, why=why)
     except ModelRejected as error:
         if config.model_impl == "transformers":
             raise

@@ -7,9 +7,9 @@ here is what a config says; what only a module shows is refused by tracing.py an
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.errors import ModelRejected
+from headrace.engine.model.fallback.ropes import DIVISORS, long_ropes, pairs
 from headrace.engine.model.fallback.values import check_values, refuse_field, told
 from headrace.engine.model.families.own_code import has_other_code
 from headrace.engine.model.families.unread import ABSENT, refuse_unread, says_nothing
@@ -27,7 +28,6 @@ __all__ = ["FOUND_IN", "ModelClass", "knows", "model_class"]
 FOUND_IN: Final = "the transformers library's own module"
 _ORIGIN: Final = "config.json"
 _LAYERS: Final = frozenset(("full_attention", "sliding_attention", "attention"))
-_CHANGING_ROPES: Final = frozenset(("dynamic", "longrope"))
 _UNREAD: Final[Mapping[str, frozenset[str]]] = {
     "apertus": frozenset(("qk_norm",)),
     "minimax_m2": frozenset(
@@ -67,6 +67,8 @@ class ModelClass(NamedTuple):
     config: PreTrainedConfig
     has_head: bool
     """Whether the class chooses tokens."""
+    context: int
+    """Most tokens of a request, on which rotations may depend."""
 
     def copied(self) -> PreTrainedConfig:
         """Return a copy of the configuration: making a model changes it."""
@@ -82,8 +84,12 @@ def knows(described: Mapping[str, object]) -> bool:
     return names[0] is not None and (named is None or named in [[name] for name in names])
 
 
-def model_class(described: Mapping[str, object]) -> ModelClass:
+def model_class(described: Mapping[str, object], max_context: int | None = None) -> ModelClass:
     """Return the class and the configuration of a config.json.
+
+    Args:
+        described: The parsed file.
+        max_context: Most tokens of a request; None for as many as the model was made for.
 
     Raises:
         ModelRejected: The transformers library has no such class, or the model has what the fallback cannot compute;
@@ -106,7 +112,8 @@ def model_class(described: Mapping[str, object]) -> ModelClass:
         if isinstance(kind, type) and (named is None or named == [kind.__name__]):
             _check_class(kind)
             _check_unread(described, config)
-            return ModelClass(kind, config, has_head)
+            bound = _bound(config)
+            return ModelClass(kind, config, has_head, min(max_context or bound, bound))
     refuse(_ORIGIN, "architectures", named, "one causal language model, or one without its head")
 
 
@@ -152,9 +159,10 @@ def _check(config: PreTrainedConfig) -> None:
         refuse(_ORIGIN, "model_type", config.model_type, "models of text alone, where they have no native code")
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     _check_types(types)
-    for rope in _ropes(getattr(config, "rope_parameters", None)):
-        if rope.get("rope_type") in _CHANGING_ROPES:
-            refuse(_ORIGIN, "rope_type", rope["rope_type"], "rotations that do not depend on a request's length")
+    for rope in long_ropes(config):
+        for field, count in ((field, len(rope[field])) for field in DIVISORS):
+            if count != pairs(config, rope):
+                refuse(_ORIGIN, field, f"{count} numbers", f"{pairs(config, rope)}, one for each pair that is rotated")
 
 
 def _check_types(types: object) -> None:
@@ -171,12 +179,12 @@ def _check_layers(config: PreTrainedConfig) -> None:
         refuse(_ORIGIN, "num_hidden_layers", layers, f"an integer from 1 to {most}")
 
 
-def _ropes(parameters: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the parameters of each rotary embedding: one, or one for each kind of layer."""
-    if isinstance(parameters, Mapping):
-        yield parameters
-        for value in parameters.values():
-            yield from _ropes(value)
+def _bound(config: PreTrainedConfig) -> int:
+    """Return the number of tokens that a model was made for."""
+    bound, most = getattr(config, "max_position_embeddings", None), LIMITS["max_context"]
+    if not isinstance(bound, int) or not 1 <= bound <= most:
+        refuse(_ORIGIN, "max_position_embeddings", bound, f"an integer from 1 to {most}")
+    return bound
 
 
 def _check_class(kind: type[PreTrainedModel]) -> None:

@@ -20,6 +20,7 @@ from headrace.engine.model.checkpoint.weight_parts import WeightSum
 from headrace.engine.model.fallback.config import ModelClass, model_class
 from headrace.engine.model.fallback.loading import check_finite, load_module, moved, random_module
 from headrace.engine.model.fallback.network import FallbackDecoder
+from headrace.engine.model.fallback.ropes import freeze_ropes
 from headrace.engine.model.fallback.tracing import Traced, build_blank, embedding_of, trace
 from headrace.engine.model.network.foreign import ForeignModel, ForeignOps
 from headrace.engine.model.network.operations import Kv, Packed, Step
@@ -78,10 +79,19 @@ class FallbackModel(ForeignModel):
 
     @classmethod
     def read(
-        cls, described: Mapping[str, object], source: Path | Literal["random"], *, seed: int = 0, why: str = ""
+        cls,
+        described: Mapping[str, object],
+        source: Path | Literal["random"],
+        *,
+        max_context: int | None = None,
+        seed: int = 0,
+        why: str = "",
     ) -> FallbackModel:
-        """Return the model that a parsed config.json describes; arguments and errors are those of the constructor."""
-        return cls(model_class(described), source, seed=seed, why=why)
+        """Return the model that a parsed config.json describes.
+
+        Arguments and errors are those of `model_class` and the constructor.
+        """
+        return cls(model_class(described, max_context), source, seed=seed, why=why)
 
     @property
     def spec(self) -> DecoderSpec:
@@ -129,8 +139,11 @@ class FallbackModel(ForeignModel):
 
     def _module(self, dtype: torch.dtype) -> PreTrainedModel:
         if self._source == "random":
-            return random_module(self.found, dtype, self._seed)
-        return load_module(self.found, self._source, dtype)
+            module = random_module(self.found, dtype, self._seed)
+        else:
+            module = load_module(self.found, self._source, dtype)
+        freeze_ropes(module, self.found.config, self.found.context)
+        return module
 
 
 def _spec(found: ModelClass, traced: Traced) -> DecoderSpec:
@@ -139,20 +152,22 @@ def _spec(found: ModelClass, traced: Traced) -> DecoderSpec:
     Raises:
         ModelRejected: A size is impossible.
     """
-    config = found.config
-    context = getattr(config, "max_position_embeddings", None)
-    sizes: dict[str, Any] = {"max_context": context, "hidden_size": traced.hidden_size, "vocab_size": traced.vocab_size}
-    for name, size in {**sizes, "num_layers": len(traced.layers)}.items():
-        if not isinstance(size, int) or not 1 <= size <= LIMITS[name]:
-            field = "max_position_embeddings" if name == "max_context" else name
-            refuse(_ORIGIN, field, size, f"an integer from 1 to {LIMITS[name]}")
+    sizes = {
+        "hidden_size": traced.hidden_size,
+        "vocab_size": traced.vocab_size,
+        "num_layers": len(traced.layers),
+    }
+    for name, size in sizes.items():
+        if not 1 <= size <= LIMITS[name]:
+            refuse(_ORIGIN, name, size, f"an integer from 1 to {LIMITS[name]}")
+    config: Any = found.config  # whose class has the fields
     return DecoderSpec(
         architecture=found.kind.__name__,
         layers=tuple(LayerSpec(attention, _ForeignFeed(), _NORMS) for attention in traced.layers),
         ropes=(UNROTATED,),
         hidden_size=traced.hidden_size,
         vocab_size=traced.vocab_size,
-        max_context=sizes["max_context"],
+        max_context=config.max_position_embeddings,
         norm_eps=_NORMS.epsilon,
         tied_head=not found.has_head or bool(getattr(config, "tie_word_embeddings", False)),
         names=_NO_NAMES,

@@ -19,6 +19,7 @@ from headrace.engine.model.fallback.interface import ATTENTION
 from headrace.engine.model.fallback.loading import random_module
 from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.fallback.network import FallbackDecoder
+from headrace.engine.model.fallback.ropes import DIVISORS, ORIGINAL, freeze_ropes, long_ropes, pairs
 from headrace.engine.model.fallback.values import told
 from headrace.engine.model.network.foreign import ForeignOps
 from headrace.engine.model.network.operations import Kv, Packed, Step
@@ -29,6 +30,9 @@ __all__ = ["SmallModel", "small_model"]
 
 _LAYERS: Final = 2
 _WINDOW: Final = 5
+_SHORT: Final = 3
+_LONG: Final = 64
+"""Tokens up to which a longrope has the divisors of short texts: fewer than all texts of a trial have, or more."""
 _FEW_IDS: Final = {"vocab_size": 128}
 _SMALL: Final = {
     "hidden_size": 64,
@@ -100,6 +104,7 @@ class SmallModel:
         """
         module = random_module(self._model.found, dtype, 0, ATTENTION)
         module.load_state_dict(self._plain.state_dict())
+        freeze_ropes(module, module.config, self._model.found.context)
         return FallbackDecoder(self.spec, module, self._model.traced, ops, positions, activations=activations)
 
 
@@ -136,6 +141,7 @@ def _configs(model: FallbackModel) -> Iterator[PreTrainedConfig]:
                 setattr(config, name, size)
         if sizes is _SMALL:
             _match_heads(config, model)
+        _match_ropes(config, model.found.context)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             _forget(config, name)
         if isinstance(getattr(config, "sliding_window", None), int):
@@ -150,6 +156,16 @@ def _match_heads(config: PreTrainedConfig, model: FallbackModel) -> None:
         config.num_key_value_heads = config.num_attention_heads
     if hasattr(config, "qk_rope_head_dim") and hasattr(config, "head_dim"):
         config.head_dim = config.qk_rope_head_dim  # what is rotated, in models with a part that is not
+
+
+def _match_ropes(config: PreTrainedConfig, context: int) -> None:
+    """Leave a longrope as many divisors as there are pairs, and let it use those that it does in the model itself."""
+    for rope in long_ropes(config):
+        for field in DIVISORS:
+            rope[field] = rope[field][: pairs(config, rope)]
+        rope[ORIGINAL] = _SHORT if context > rope[ORIGINAL] else max(rope[ORIGINAL], _LONG)
+        if hasattr(config, ORIGINAL):  # counts for more
+            setattr(config, ORIGINAL, rope[ORIGINAL])
 
 
 def _forget(config: PreTrainedConfig, name: str) -> None:

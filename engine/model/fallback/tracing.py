@@ -20,6 +20,7 @@ from headrace.engine.model.fallback.config import ModelClass
 from headrace.engine.model.fallback.head import split_head
 from headrace.engine.model.fallback.interface import TRACED_ATTENTION, Call, Mask, attach
 from headrace.engine.model.fallback.loading import made
+from headrace.engine.model.fallback.ropes import freeze_ropes
 from headrace.engine.model.fallback.values import told
 from headrace.engine.model.spec import Attention, SinkAttention, SoftcappedAttention
 
@@ -60,9 +61,11 @@ def build_blank(found: ModelClass, attention: str = TRACED_ATTENTION) -> PreTrai
     config._experts_implementation = "batched_mm"  # the one way of experts that looks at no numbers
     try:
         with torch.device("meta"):
-            return made(found.kind, config, attention, torch.float32)
+            model = made(found.kind, config, attention, torch.float32)
     except Exception as error:  # a stranger's values in another library's constructors
         _fail(found, "cannot be made of this config", error)
+    freeze_ropes(model, config, found.context)
+    return model
 
 
 def trace(found: ModelClass, model: PreTrainedModel) -> Traced:

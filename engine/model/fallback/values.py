@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.adapters.untrusted import Fields, plain, refuse
+from headrace.engine.model.fallback.ropes import DIVISORS, ORIGINAL
 from headrace.engine.model.spec import LIMITS
 
 __all__ = ["check_values", "refuse_field", "told"]
@@ -31,6 +32,7 @@ _SIZES: Final[Mapping[str, int]] = {
     "head_dim": LIMITS["head_dim"],
     "vocab_size": LIMITS["vocab_size"],
     "max_position_embeddings": LIMITS["max_context"],
+    ORIGINAL: LIMITS["max_context"],
 }
 """Sizes by their usual names, and the most of each. Some models have lists of them, which are not looked at."""
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -48,9 +50,9 @@ _ROPE_NUMBERS: Final[Mapping[str, tuple[float, float]]] = {
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
     "attention_factor": (1e-3, 1e3),
+    "alpha": (1.0, 1e6),
 }
 """Numbers of a rotary embedding, with the least and the most of each, as in families/hf_rope.py."""
-_ORIGINAL: Final = "original_max_position_embeddings"
 _NAMED: Final = re.compile(r"Validation error for field '(\w+)'")
 _EXPECTED: Final = re.compile(r"expected (\w+), got")
 _TYPES: Final = {
@@ -126,12 +128,23 @@ def _check_rope(rope: Fields) -> None:
         if name in given or (name == "factor" and kind in ("linear", "llama3")):
             rope.real(name, low, high)
     _check_part(rope, "partial_rotary_factor")
-    if _ORIGINAL in given:
-        rope.size(_ORIGINAL, LIMITS["max_context"])
+    if ORIGINAL in given:
+        rope.size(ORIGINAL, LIMITS["max_context"])
+    if kind == "longrope":
+        for name in DIVISORS:
+            _check_divisors(rope, name)
     if "low_freq_factor" in given and rope.real("high_freq_factor", 0.0, 1e6) <= rope.real("low_freq_factor", 0.0, 1e6):
         rope.refuse("high_freq_factor", f"more than low_freq_factor, which is {given['low_freq_factor']:g}")
     if "beta_slow" in given and rope.real("beta_fast", 0.0, 1e6, 32.0) < rope.real("beta_slow", 0.0, 1e6):
         rope.refuse("beta_slow", f"at most beta_fast, which is {given.get('beta_fast', 32.0):g}")
+
+
+def _check_divisors(rope: Fields, name: str) -> None:
+    """Refuse divisors that are no numbers; how many there are to be, a module knows."""
+    given = rope.data.get(name)
+    for each in given if isinstance(given, list) and given else [None]:
+        if isinstance(each, bool) or not isinstance(each, (int, float)) or not 1e-6 <= each <= 1e6:
+            rope.refuse(name, "a list of numbers from 1e-06 to 1e+06")
 
 
 def _ropes(given: object, name: str) -> Iterator[tuple[str, Mapping[str, object]]]:

@@ -12,7 +12,8 @@ import anyio
 import pytest
 import torch
 import transformers
-from fallback_models import config_of, described, made, saved
+from against_transformers import greedily
+from fallback_models import LONG_ROPE, ORIGINAL, config_of, described, made, saved
 from model_driver import ModelUnderTest, capacity
 from torch import Tensor, nn
 from transformers.models.olmo import modeling_olmo
@@ -75,18 +76,18 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
         lambda: of_transformers("gemma3n_text", num_kv_shared_layers=1), "num_kv_shared_layers", "of their own",
     ),
     "two attentions in a layer": (lambda: of_transformers("diffllama"), "attention", "one attention in each layer"),
-    "a rope that depends on the length": (
-        lambda: described(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-        "rope_type", "request's length",
+    "a rope of other sizes": (
+        lambda: described(rope_parameters={**LONG_ROPE, ORIGINAL: 64}), "short_factor",
+        "'4 numbers'; supported: 8, one for each pair",
     ),
-    "another rope for long texts": (
+    "a rope that reads lengths in its own way": (
         lambda: described(
-            rope_parameters={
-                "rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 8,
-                "long_factor": [2.0] * 8, "original_max_position_embeddings": 64,
-            }
+            "phimoe", rope_parameters={
+                **LONG_ROPE, ORIGINAL: 64, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.1,
+                "long_mscale": 1.2,
+            },
         ),
-        "rope_type", "request's length",
+        "architectures", "without looking at numbers",
     ),
     "slopes of scores": (lambda: {**of_transformers("falcon"), "alibi": True}, "alibi", "not added to scores"),
     "experts that are counted": (
@@ -103,7 +104,8 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str, str]] = {
         "model.embed_tokens_extend.image_embed.img_processor.embeddings.patch_embedding", "through attention alone",
     ),
     "values larger than keys": (
-        lambda: described("minicpm3", v_head_dim=32), "layers.0.self_attn", "values no larger than keys",
+        lambda: described("minicpm3, divisors of short texts", v_head_dim=32), "layers.0.self_attn",
+        "values no larger than keys",
     ),
     "attention to both sides": (
         lambda: described("gemma", use_bidirectional_attention=True), "use_bidirectional_attention", "earlier tokens",
@@ -199,6 +201,41 @@ def test_what_only_a_module_shows_is_refused_by_name(
     with pytest.raises(ModelRejected, match=words) as caught:
         FallbackModel.read(described(), "random")
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [("rope_type", "planted", "do not depend on a request's length"), ("max_seq_len_cached", 100, "at most 100")],
+)
+def test_a_rope_that_would_change_is_refused_by_name(
+    attribute: str, value: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules that stretch in a way of their own, or at another length than transformers' do."""
+    plain = modeling_olmo.OlmoRotaryEmbedding.__init__
+
+    def init(self: Any, config: Any) -> None:
+        plain(self, config)
+        setattr(self, attribute, value)
+
+    monkeypatch.setattr(modeling_olmo.OlmoRotaryEmbedding, "__init__", init)
+    config = described("olmo, a dynamic rope")
+    with pytest.raises(ModelRejected, match=words) as caught:
+        FallbackModel.read(config, "random")
+    assert (caught.value.field, caught.value.value) == ("rope_type", "dynamic")
+    if attribute == "max_seq_len_cached":
+        assert FallbackModel.read(config, "random", max_context=100).spec.max_context == 128
+
+
+def test_max_context_chooses_among_the_divisors_of_a_long_rope(tmp_path: Path) -> None:
+    """As in families with native code: by what a request may have, not by what it has."""
+    rope = {**LONG_ROPE, "short_factor": [1.1] * 8, "long_factor": [5.0] * 8, "attention_factor": 1.2}
+    model = made("olmo", rope_parameters={**rope, ORIGINAL: 32})
+    saved(model, tmp_path)
+    short = anyio.run(lambda: generated(tmp_path, [5, 6, 7], max_context=32))
+    long = anyio.run(lambda: generated(tmp_path, [5, 6, 7], max_context=33))
+    assert long == anyio.run(lambda: generated(tmp_path, [5, 6, 7])) != short
+    always = made("olmo", rope_parameters={**rope, ORIGINAL: 2})
+    assert [greedily(each, [5, 6, 7], found) for each, found in ((model, short), (always, long))] == [short, long]
 
 
 def test_code_beside_a_checkpoint_is_never_imported(tmp_path: Path) -> None:
