@@ -9,7 +9,22 @@ import pytest
 import torch
 import transformers
 
-__all__ = ["FAMILIES", "LONG_ROPE", "ORIGINAL", "WINDOW", "config_of", "described", "made", "saved", "write_tokenizer"]
+from headrace.engine import Engine, SamplingParams
+
+__all__ = [
+    "FAMILIES",
+    "GREEDY",
+    "LONG_ROPE",
+    "ORIGINAL",
+    "SMALL",
+    "WINDOW",
+    "config_of",
+    "described",
+    "generated",
+    "made",
+    "saved",
+    "write_tokenizer",
+]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -23,6 +38,9 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+SMALL: dict[str, Any] = {"dtype": "float32", "kv_memory": "1MiB", "page_size": 4}
+"""Options of an engine."""
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
 WINDOW = 13  # shorter than every prompt, and no multiple of a page
 EVERY_OTHER = {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -203,6 +221,12 @@ def saved(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
+
+
+async def generated(folder: Path, prompt: list[int], **options: Any) -> list[int]:
+    """The tokens that an engine generates greedily."""
+    async with Engine(folder, **(SMALL | options)) as engine:
+        return (await engine.generate(prompt, GREEDY)).choices[0].token_ids
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -162,8 +162,11 @@ def _fallback(config: EngineConfig, described: Mapping[str, object], path: Path)
     if model is not None:
         from headrace.engine.model.cpu.trial import try_fallback  # imports transformers' models
 
-        model.packs = try_fallback(model)
+        model.left = try_fallback(model)
         logger.info("transformers' module computes the layers of this model: %s", model.why)
+        if model.left is None or model.left:
+            kinds = "all products and norms" if model.left is None else ", ".join(sorted(model.left))
+            logger.info("these are left to torch, since the module works with no others: %s", kinds)
     return model
 
 

@@ -239,8 +239,8 @@ class CpuOps:
         """Take the sinks of a layer's heads, float32."""
         self._scores.keep_sinks(layer, sinks_H)
 
-    def norm_latents(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-        """Return the RMS norm of latent vectors."""
+    def norm_with(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+        """Return the RMS norm of vectors with an epsilon of their own."""
         return rms_norm(x_NC.contiguous(), weight_C, torch.tensor(epsilon)).to(x_NC.dtype)
 
     def pack_latents(self, weights: LatentWeights, layer: int) -> Callable[[Tensor, Tensor, CpuStep, CpuKv], Tensor]:

@@ -139,7 +139,7 @@ class CpuLatents:
         plain_NHP, rotated_NHR = queries_NHX.split((self._plain_dim, self._pages.rotated_dim), 2)
         turned_NHC = torch.stack(self._each(plain_NHP, self._keys, "k"), 1)
         c_NC, key_NR = latents_ND.split((self._pages.latent_dim, self._pages.rotated_dim), 1)
-        normed_NC = self._ops.norm_latents(c_NC, self._norm_C, self._epsilon)
+        normed_NC = self._ops.norm_with(c_NC, self._norm_C, self._epsilon)
         sums_NHC = self._pages.attend(
             torch.cat((turned_NHC, rotated_NHR), 2), torch.cat((normed_NC, key_NR), 1), step, kv, self._layer
         )

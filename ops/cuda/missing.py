@@ -16,7 +16,7 @@ __all__ = ["Missing"]
 class Missing:
     """Base of a GPU's operations, with those that it lacks."""
 
-    def norm_latents(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    def norm_with(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
         """Raise `NotImplementedError`: the operations of models with latent vectors are in latents/ops.py."""
         raise NotImplementedError(f"a model without latent vectors norms some of {x_NC.shape[-1]} elements")
 

@@ -263,7 +263,7 @@ def test_a_bug_of_the_arithmetic_changes_logits(bug: str, tmp_path: Path, monkey
         return x_NHD.float() if bug == "the key unrotated" and x_NHD.shape[1] == 1 else rotated(pages, x_NHD, step)
 
     if bug == "no norm":
-        monkeypatch.setattr(CpuOps, "norm_latents", lambda _, x_NC, weight_C, epsilon: x_NC * weight_C)
+        monkeypatch.setattr(CpuOps, "norm_with", lambda _, x_NC, weight_C, epsilon: x_NC * weight_C)
     elif bug == "keys and values":
 
         def exchange(tensors: dict[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ to the next, is found here. Next to read: ../fallback/small.py, which makes the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, closing
 from itertools import accumulate
 from typing import Final, NoReturn, TypeAlias
@@ -47,11 +47,12 @@ _ROUNDED: Final = 0.1
 """Largest error of most tokens, in the same units, where products round their inputs to bfloat16."""
 
 
-def try_fallback(model: FallbackModel) -> bool:
+def try_fallback(model: FallbackModel) -> frozenset[str] | None:
     """Compare what the fallback and transformers compute for a small model of the kind of `model`.
 
     Returns:
-        Whether the module computes the same with products that the CPU packs.
+        The kinds of products and norms (../fallback/inner.py) that are to be left to torch, so that the module
+        computes the same with the device's own in the place of the others; None for all.
 
     Raises:
         ModelRejected: They differ, the module keeps state from one call to the next, or no such model can be made.
@@ -63,17 +64,23 @@ def try_fallback(model: FallbackModel) -> bool:
         expected = [small.whole(ids_N) for ids_N in texts]
         if (why := _differs(expected, _in_pieces(small, texts))) is not None:
             _refuse(model, why)
-        return _packs(small, texts, expected)
+        if _works(small, texts, expected, frozenset()):
+            return frozenset()
+        kinds = small.kinds()
+        odd = frozenset(kind for kind in kinds if not _works(small, texts, expected, kinds - {kind}))
+        return odd if _works(small, texts, expected, odd) else None
 
 
-def _packs(small: SmallModel, texts: list[Tensor], expected: list[Tensor]) -> bool:
-    """Return whether the module works with packed products: exactly in float32, about so with weights in bfloat16."""
-    if not runs_native(small.spec):
-        return False
+def _works(small: SmallModel, texts: list[Tensor], expected: list[Tensor], left: Collection[str]) -> bool:
+    """Return whether the module works with the device's products and norms in the place of all that is not `left`.
+
+    In float32 results are to be the same, with weights in bfloat16 about so.
+    """
+    narrow = torch.float32 if runs_native(small.spec) else torch.bfloat16
     try:
-        exact = _in_pieces(small, texts, activations=torch.float32)
-        rounded = _in_pieces(small, texts, dtype=torch.bfloat16, activations=torch.float32)
-    except Exception:  # another library's code, whose linear layers are not what it expects
+        exact = _in_pieces(small, texts, activations=torch.float32, left=left)
+        rounded = _in_pieces(small, texts, dtype=torch.bfloat16, activations=narrow, left=left)
+    except Exception:  # another library's code, whose modules are not what it expects
         return False
     if _differs(expected, exact) is not None:
         return False
@@ -107,6 +114,7 @@ def _in_pieces(
     texts: list[Tensor],
     dtype: torch.dtype = torch.float32,
     activations: torch.dtype | None = None,
+    left: Collection[str] = (),
 ) -> list[Tensor]:
     """Return what `SmallModel.whole` returns of each text, computed side by side over pages."""
     spec = small.spec
@@ -116,7 +124,9 @@ def _in_pieces(
     with ExitStack() as opened:
         for each in ops.values():
             opened.enter_context(closing(each))
-        network: _Paged = small.paged(ops, lambda step: step.positions_N, dtype=dtype, activations=activations)
+        network: _Paged = small.paged(
+            ops, lambda step: step.positions_N, dtype=dtype, activations=activations, left=left
+        )
         before = state_of(network.base)
         pieces: list[list[Tensor]] = [[] for _ in texts]
         for row, result_NX in _steps(network, ops, texts):

@@ -6,7 +6,7 @@ Next to read: tracing.py for what is found out, network.py for what runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -70,8 +70,8 @@ class FallbackModel(ForeignModel):
             ModelRejected: The module cannot be run over paged keys and values; the error says why.
         """
         self.found, self._source, self._seed, self._why = found, source, seed, why
-        self.packs = False
-        """Whether a device may compute the module's products; a trial finds out."""
+        self.left: Collection[str] | None = None
+        """Kinds of products and norms (inner.py) that a device may not compute; None for all. A trial finds out."""
         blank = build_blank(found)
         self._sizes = _sizes_of(blank)
         self.traced = trace(found, blank)
@@ -130,8 +130,10 @@ class FallbackModel(ForeignModel):
             check_finite(module)
         else:
             module = moved(module, device, empty)
-        preferred = activations if self.packs else None
-        return FallbackDecoder(self._spec, module, self.traced, ops, positions, activations=preferred, fuses=fuses)
+        preferred = None if self.left is None else activations
+        return FallbackDecoder(
+            self._spec, module, self.traced, ops, positions, activations=preferred, left=self.left or (), fuses=fuses
+        )
 
     def reload(self, *, dtype: torch.dtype, device: torch.device, empty: Empty) -> None:
         """Read the weights once more into the tensors of `empty`."""

@@ -7,7 +7,7 @@ values, which the module has rotated, to the device's operations, which store an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Generic
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from headrace.engine.model.fallback.fusing import FusedLayers
 from headrace.engine.model.fallback.head import split_head
 from headrace.engine.model.fallback.interface import attach
+from headrace.engine.model.fallback.norms import replace_norms
 from headrace.engine.model.fallback.products import pack_products
 from headrace.engine.model.fallback.tracing import Traced
 from headrace.engine.model.network.foreign import ForeignOps
@@ -64,6 +65,7 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
         positions: Callable[[Step], Tensor],
         *,
         activations: torch.dtype | None = None,
+        left: Collection[str] = (),
         fuses: Callable[[Step], bool] | None = None,
     ) -> None:
         """Take over `model`.
@@ -74,15 +76,19 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
             traced: What the module was found to ask of its attention.
             ops: The device's operations, by each of the different mixers of `spec`. They must not rotate heads.
             positions: Returns the position of each of a step's tokens, [N].
-            activations: Dtype that the device prefers for activations, to give it the module's products; None leaves
-                these to torch.
+            activations: Dtype that the device prefers for activations, to give it the module's products and norms; None
+                leaves these to torch.
+            left: Kinds of products and norms (inner.py) that are left to torch all the same.
             fuses: Returns whether layers are to be compiled in a step; None where they never are.
         """
         self.spec: Final = spec
         self.model = model
         self.base, self._head = split_head(model, has_head=spec.has_head)
         if activations is not None:
-            pack_products(model, self.base, ops[spec.layers[0].mixer], activations)
+            any_ops = ops[spec.layers[0].mixer]
+            activations = pack_products(model, self.base, any_ops, activations, left)
+            if activations is torch.float32:  # narrower ones are rounded by each module in its own way
+                replace_norms(self.base, any_ops, left)
         self._fuses, self._fused = fuses, None if fuses is None else self._compiled(traced.modules)
         self._positions, self._kind = positions, spec.layers[0].mixer
         self._now: _Now[Step, Kv] = _Now()

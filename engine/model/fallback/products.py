@@ -1,16 +1,18 @@
 """`pack_products`: gives the linear layers of a module to the device's own products; leaves all else as it is.
 
-A packed weight is kept in the form in which the device multiplies by it, and the module's own copy is dropped. Whether
-a module computes the same with such layers is tried on a small one first (cpu/trial.py): one may read `weight` itself.
+A packed weight is kept in the form in which the device multiplies by it, and the module's own copy is dropped. Which
+kinds of layers a module can do without is tried on a small one first (cpu/trial.py): one may read a `weight` itself.
 """
 
 from __future__ import annotations
 
-from typing import Generic
+from collections.abc import Collection
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
 
+from headrace.engine.model.fallback.inner import InnerModule, inner_modules
 from headrace.engine.model.fallback.interface import uncompiled
 from headrace.engine.model.network.foreign import ForeignOps
 from headrace.engine.model.network.operations import Kv, Packed, ReadableHead, Step
@@ -57,19 +59,24 @@ class _Rows(nn.Module):
         super().__init__()
         self.rows, self._dtype = rows, dtype
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the embeddings of ids of any shape."""
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        """Return the embeddings of ids of any shape, or of what else a table takes that is more than one."""
         if isinstance(self.rows, nn.Embedding):
-            found: Tensor = self.rows(ids)
+            found: Tensor = self.rows(*given, **named)
             return found.to(self._dtype)
+        (ids,) = given
         rows_NE = self.rows.read_rows(ids.reshape(-1))
         return rows_NE.to(self._dtype).view(*ids.shape, -1)
 
 
 def pack_products(
-    model: nn.Module, base: nn.Module, ops: ForeignOps[Packed, Step, Kv], activations: torch.dtype
-) -> None:
-    """Pack all plain linear layers of a module, one after the other; each drops its own weight then.
+    model: nn.Module,
+    base: nn.Module,
+    ops: ForeignOps[Packed, Step, Kv],
+    activations: torch.dtype,
+    left: Collection[str] = (),
+) -> torch.dtype:
+    """Pack the plain linear layers of a module, one after the other; each drops its own weight then.
 
     Args:
         model: The module with its head, whose `base` was taken out.
@@ -77,30 +84,37 @@ def pack_products(
         ops: The operations of the device.
         activations: Dtype that the device prefers for activations. A module all of whose matrices are packed or are
             embeddings takes it; any other keeps its own. What the module keeps in a wider dtype stays as it is.
+        left: Kinds of layers (inner.py) that stay as they are.
+
+    Returns:
+        The dtype of activations.
     """
-    tables = {getattr(owner, name).weight: type(getattr(owner, name)) for owner, name in _places(base, nn.Embedding)}
+    embeddings = [(inner, inner.module) for inner in inner_modules(base) if isinstance(inner.module, nn.Embedding)]
+    tables: dict[Tensor, type[nn.Embedding]] = {table.weight: type(table) for _, table in embeddings}
     dtype = next(iter(tables)).dtype
     heads: dict[Tensor, ReadableHead] = {}
-    roundings: list[tuple[nn.Module, str]] = []
-    for owner, name in (*_places(base, nn.Linear), *_places(model, nn.Linear)):
-        linear = getattr(owner, name)
+    roundings: list[tuple[InnerModule, nn.Linear]] = []
+    for inner in inner_modules(base, model):
+        linear = inner.module
+        if not isinstance(linear, nn.Linear):
+            continue
         if tables.get(linear.weight, nn.Embedding) is not nn.Embedding:
-            roundings.append((owner, name))  # a table that does more than look up is needed as it is
-        elif type(linear) is nn.Linear and _fits(linear.weight, activations):
+            roundings.append((inner, linear))  # a table that does more than look up is needed as it is
+        elif type(linear) is nn.Linear and inner.kind not in left and _fits(linear.weight, activations):
             product = _Product(ops, linear)
             if linear.weight in tables and isinstance(product.packed, ReadableHead):
                 heads[linear.weight] = product.packed
-            setattr(owner, name, product)
+            inner.put(product)
     if any(each.dim() > 1 and each not in tables for each in _parameters(model, base)):
         activations = dtype
-    for owner, name in roundings:
-        setattr(owner, name, _Rounding(getattr(owner, name), activations))
-    for owner, name in _places(base, nn.Embedding):
-        table = getattr(owner, name)
-        setattr(owner, name, _Rows(heads.get(table.weight, table), activations))
+    for inner, linear in roundings:
+        inner.put(_Rounding(linear, activations))
+    for inner, table in embeddings:
+        inner.put(_Rows(heads.get(table.weight, table), activations))
     for parameter in _parameters(model, base):
         if parameter not in tables and _fits(parameter, activations):
             parameter.data = parameter.data.to(activations)
+    return activations
 
 
 def _fits(parameter: Tensor, activations: torch.dtype) -> bool:
@@ -110,10 +124,3 @@ def _fits(parameter: Tensor, activations: torch.dtype) -> bool:
 
 def _parameters(*roots: nn.Module) -> list[nn.Parameter]:
     return [each for root in roots for each in root.parameters()]
-
-
-def _places(root: nn.Module, kind: type[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """Return where the layers of a kind are within `root`: the module that holds each, and its name there."""
-    return [
-        (owner, name) for owner in root.modules() for name, child in owner.named_children() if isinstance(child, kind)
-    ]

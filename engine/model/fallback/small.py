@@ -7,7 +7,7 @@ those of the model with different attention, and windows are so short that a tex
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from headrace.engine.errors import ModelRejected
+from headrace.engine.model.fallback.head import split_head
+from headrace.engine.model.fallback.inner import inner_modules, is_vector
 from headrace.engine.model.fallback.interface import ATTENTION
 from headrace.engine.model.fallback.loading import random_module
 from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.fallback.network import FallbackDecoder
 from headrace.engine.model.fallback.ropes import DIVISORS, ORIGINAL, freeze_ropes, long_ropes, pairs
+from headrace.engine.model.fallback.tracing import build_blank
 from headrace.engine.model.fallback.values import told
 from headrace.engine.model.network.foreign import ForeignOps
 from headrace.engine.model.network.operations import Kv, Packed, Step
@@ -97,6 +100,7 @@ class SmallModel:
         *,
         dtype: torch.dtype = torch.float32,
         activations: torch.dtype | None = None,
+        left: Collection[str] = (),
     ) -> FallbackDecoder[Packed, Step, Kv]:
         """Return the model as the fallback computes it, with weights in `dtype`.
 
@@ -105,7 +109,15 @@ class SmallModel:
         module = random_module(self._model.found, dtype, 0, ATTENTION)
         module.load_state_dict(self._plain.state_dict())
         freeze_ropes(module, module.config, self._model.found.context)
-        return FallbackDecoder(self.spec, module, self._model.traced, ops, positions, activations=activations)
+        traced = self._model.traced
+        return FallbackDecoder(self.spec, module, traced, ops, positions, activations=activations, left=left)
+
+    def kinds(self) -> set[str]:
+        """Return the kinds (inner.py) of what may be a product or a norm."""
+        blank = build_blank(self._model.found)
+        base, _ = split_head(blank, has_head=self.spec.has_head)
+        found = inner_modules(base, blank)
+        return {inner.kind for inner in found if isinstance(inner.module, nn.Linear) or is_vector(inner.module)}
 
 
 def small_model(model: FallbackModel) -> SmallModel:

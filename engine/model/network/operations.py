@@ -236,8 +236,11 @@ class DeviceOps(BlockOps[Packed, _Step, _Kv], Protocol[Packed, _Step, _Kv]):
         """
         ...
 
-    def norm_latents(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-        """Return the RMS norm of latent vectors with an epsilon of their own; leaves `x_NC` as it is."""
+    def norm_with(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+        """Return the RMS norm of vectors with an epsilon of their own, in their dtype; leaves `x_NC` as it is.
+
+        A GPU has it for models with latent vectors alone.
+        """
         ...
 
     def pack(self, weight: Stored, bias_O: Tensor | None) -> Packed:

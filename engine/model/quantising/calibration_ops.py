@@ -85,8 +85,8 @@ class CalibrationOps:
         """Raise `ModelRejected`: sinks are not computed here."""
         refuse("model", "the sinks of a layer's heads", len(sinks_H), "plain softmax, to calibrate with data")
 
-    def norm_latents(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-        """Return the RMS norm of latent vectors."""
+    def norm_with(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+        """Return the RMS norm of vectors with an epsilon of their own."""
         return x_NC * (x_NC.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight_C
 
     def pack_latents(self, weights: LatentWeights, layer: int) -> NoReturn:

@@ -250,6 +250,15 @@ class NativeOps(CpuOps):
     def normed(self, stream: Stream, norm_E: Tensor) -> tuple[Tensor, Tensor]:
         """Return (RMS norm of the sum, the sum), both float32."""
         x_NE, added_NE = _pair(stream)
+        return self._norm(x_NE, added_NE, self._float(norm_E), self._epsilon), x_NE
+
+    def norm_with(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+        """Return the RMS norm of vectors with an epsilon of their own."""
+        weight_C = weight_C.float().contiguous()
+        return self._norm(as_floats(x_NC), None, weight_C.data_ptr(), epsilon).to(x_NC.dtype)
+
+    def _norm(self, x_NE: Tensor, added_NE: Tensor | None, weight: int, epsilon: float) -> Tensor:
+        """Return the RMS norm of the sum, which overwrites `x_NE`; `weight` is the address of the norm's weight."""
         normed_NE = torch.empty_like(x_NE)
         context = self._context
         failed = context.kernels.headrace_norm(
@@ -257,12 +266,12 @@ class NativeOps(CpuOps):
             x_NE.data_ptr(),
             None if added_NE is None else added_NE.data_ptr(),
             x_NE.data_ptr(),
-            self._float(norm_E),
-            self._epsilon,
+            weight,
+            epsilon,
             *x_NE.shape,
             normed_NE.data_ptr(),
         )
-        return _checked(failed, normed_NE), x_NE
+        return _checked(failed, normed_NE)
 
     def attend_with(self, qkv_NX: Tensor, head_norms: HeadNorms | None, step: CpuStep, kv: CpuKv, layer: int) -> Tensor:
         """Rotate, store and attend; the queries, keys and values are overwritten."""

@@ -51,8 +51,8 @@ class CudaLatentOps(CudaOps):
         """Shape of what a layer keeps in one page: [T, C + R]."""
         return (self._vectors.page_size, self._vectors.head_dim)
 
-    def norm_latents(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-        """Return the RMS norm of latent vectors."""
+    def norm_with(self, x_NC: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+        """Return the RMS norm of vectors with an epsilon of their own."""
         normed_NC = torch.empty_like(x_NC)
         self.note(self._norm)
         fused.rms_norm(x_NC, weight_C, epsilon, normed_NC, pdl=self.pdl)

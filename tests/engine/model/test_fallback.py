@@ -13,29 +13,23 @@ import pytest
 import torch
 import transformers
 from against_transformers import greedily
-from fallback_models import LONG_ROPE, ORIGINAL, config_of, described, made, saved
-from model_driver import ModelUnderTest, capacity
+from fallback_models import GREEDY, LONG_ROPE, ORIGINAL, SMALL, config_of, described, generated, made, saved
 from torch import Tensor, nn
 from transformers.models.olmo import modeling_olmo
 
 from headrace.engine import Engine, EngineConfig, InvalidParams, ModelRejected, ResponseFormat, SamplingParams
 from headrace.engine.inspection.inspect import inspect_model
-from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.cpu.trial import try_fallback
 from headrace.engine.model.fallback.choice import check_native, fallback_for
 from headrace.engine.model.fallback.model import FallbackModel
-from headrace.engine.model.families.registry import read_hf_config
 from headrace.engine.model.spec import SoftcappedAttention
-from headrace.ops.cpu.native.library import Context, library
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of is not ours to fix
 
-SMALL: dict[str, Any] = {"dtype": "float32", "kv_memory": "1MiB", "page_size": 4}
 SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
-GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 def of_transformers(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -364,11 +358,6 @@ def test_a_trial_finds_what_no_config_shows(
 # -- an engine --------------------------------------------------------------------------------------------------------
 
 
-async def generated(folder: Path, prompt: list[int], **options: Any) -> list[int]:
-    async with Engine(folder, **(SMALL | options)) as engine:
-        return (await engine.generate(prompt, GREEDY)).choices[0].token_ids
-
-
 def test_a_family_with_native_code_runs_either_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = config_of("gemma", head_dim=16)
     config = transformers.LlamaConfig(**{name: getattr(config, name) for name in SHAPE})
@@ -409,43 +398,6 @@ def test_models_that_headrace_alone_computes_have_no_other_way(kind: str) -> Non
         check_native(EngineConfig(model="m", model_impl="transformers"), kind)
     assert (caught.value.field, caught.value.limit) == ("model_impl", "auto")
     check_native(EngineConfig(model="m"), kind)
-
-
-@pytest.mark.skipif(library() is None, reason="no compiled kernels")
-@pytest.mark.parametrize(
-    ("family", "unpacked"),
-    [
-        ("olmo", set()),
-        ("gemma", {"lm_head.linear.weight"}),  # its table of embeddings multiplies, too
-        ("flex_olmo", {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"}),
-    ],
-)
-def test_linear_layers_become_products_of_the_cpu(family: str, unpacked: set[str], tmp_path: Path) -> None:
-    """In bfloat16, so that logits are those of a rounded model, and no second copy of a matrix stays."""
-    model = made(family).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    fallback = FallbackModel.read(read_hf_config(tmp_path), tmp_path)
-    fallback.packs = try_fallback(fallback)
-    assert fallback.packs
-    size = capacity(fallback.spec.vocab_size)
-    sizes = {"page_size": size.page_size, "max_positions": size.max_context}
-    ops = cpu_ops(fallback.spec, **sizes, dtype=torch.bfloat16, context=Context(1))
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "activations": torch.float32}
-    decoder = fallback.open(ops, lambda step: step.positions_N, **options)
-    kv = next(iter(ops.values())).allocate_kv(fallback.spec.num_layers, size.num_pages)
-    ids = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(1))
-    (found_NV,) = ModelUnderTest(decoder, ops, kv, size).logits([ids.tolist()], 16)
-    with torch.inference_mode():
-        wanted_NV = model.float()(ids[None], use_cache=False).logits[0]
-    error_N = (found_NV - wanted_NV).abs().amax(1) / wanted_NV.abs().max()
-    assert error_N.median() < 0.02 and found_NV.dtype == torch.float32
-    kept = {
-        name
-        for root in (decoder.base, decoder.model)
-        for name, parameter in root.named_parameters()
-        if parameter.dim() > 1 and "embed" not in name
-    }
-    assert {name.split(".", 2)[-1] if "layers" in name else name for name in kept} == unpacked
 
 
 def test_opening_leaves_the_default_dtype_of_other_threads_alone(

@@ -77,4 +77,4 @@ class AttentionToLatents(Generic[Packed, Step, Kv]):
 
     def _normed(self, x_NC: Tensor, weight_C: Tensor) -> Tensor:
         """Return the RMS norm of latent vectors, whose epsilon is not that of the stream's norms."""
-        return self._device.norm_latents(x_NC, weight_C, self._spec.latent_epsilon)
+        return self._device.norm_with(x_NC, weight_C, self._spec.latent_epsilon)
