@@ -58,6 +58,7 @@ _SMALL: Final = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
+    "rotary_dim": 8,
     "v_head_dim": 16,
     **_FEW_IDS,
 }

@@ -14,6 +14,7 @@ import torch
 import transformers
 from against_transformers import greedily
 from fallback_models import GREEDY, LONG_ROPE, ORIGINAL, SMALL, config_of, described, generated, made, saved
+from published_configs import PUBLISHED_OTHERS
 from torch import Tensor, nn
 from transformers.models.olmo import modeling_olmo
 
@@ -22,6 +23,7 @@ from headrace.engine.inspection.inspect import inspect_model
 from headrace.engine.model.cpu.trial import try_fallback
 from headrace.engine.model.fallback.choice import check_native, fallback_for
 from headrace.engine.model.fallback.model import FallbackModel
+from headrace.engine.model.fallback.small import small_model
 from headrace.engine.model.spec import SoftcappedAttention
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of is not ours to fix
@@ -280,14 +282,20 @@ def test_masks_that_are_no_window_are_found(size: int, monkeypatch: pytest.Monke
 
 
 def test_a_trial_passes_and_has_the_kinds_of_layers_of_the_model() -> None:
-    from headrace.engine.model.fallback.small import small_model
-
     model = FallbackModel.read(described("vaultgemma, window in the middle layer"), "random")
     with torch.inference_mode():
         spec = small_model(model).spec
     assert [layer.mixer.state.window for layer in spec.layers] == [None, 5]
     assert all(isinstance(layer.mixer, SoftcappedAttention) for layer in spec.layers)
     try_fallback(model)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_OTHERS)
+def test_a_trial_of_a_published_model_is_small(name: str) -> None:
+    """Nothing in its config ties it to the model's own sizes, with which a trial would take gigabytes."""
+    model = FallbackModel.read(PUBLISHED_OTHERS[name], "random")
+    with torch.inference_mode():
+        assert small_model(model).spec.hidden_size == 64
 
 
 def planted_state(patch: pytest.MonkeyPatch) -> None:
