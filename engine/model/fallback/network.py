@@ -92,8 +92,8 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
         self._fuses, self._fused = fuses, None if fuses is None else self._compiled(traced.modules)
         self._positions, self._kind = positions, spec.layers[0].mixer
         self._now: _Now[Step, Kv] = _Now()
-        names = zip(traced.modules, traced.sinks, spec.layers, strict=True)
-        for number, (name, sinks, layer) in enumerate(names):
+        layers = zip(traced.modules, traced.sinks, spec.layers, strict=True)
+        for number, (name, sinks, layer) in enumerate(layers):
             attach([self.base.get_submodule(name)], _Layer(number, layer.mixer, ops[layer.mixer], self._now))
             if sinks is not None:
                 ops[layer.mixer].keep_sinks(number, self.base.get_parameter(sinks).detach().float())

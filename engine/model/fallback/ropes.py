@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -43,7 +43,7 @@ def long_ropes(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
 def pairs(config: PreTrainedConfig, rope: Mapping[str, Any]) -> int:
     """Return the number of pairs that a longrope rotates in each head, as transformers finds it."""
     size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(size * rope.get("partial_rotary_factor", 1.0)) // 2
+    return int(size * (rope.get("partial_rotary_factor") or 1.0)) // 2
 
 
 def freeze_ropes(model: nn.Module, config: PreTrainedConfig, context: int) -> None:
@@ -85,11 +85,13 @@ def _fix(module: nn.Module, kind: str, layers: str | None, context: int) -> bool
         return False
     prefix = "" if layers is None else f"{layers}_"
     if kind == "dynamic":
-        longest = getattr(module, f"{prefix}max_seq_len_cached", module.max_seq_len_cached)
+        longest = getattr(module, f"{prefix}max_seq_len_cached", getattr(module, "max_seq_len_cached", 0))
         if context > longest:
             refuse(_ORIGIN, "rope_type", kind, f"a max_context of at most {longest}, up to which nothing is stretched")
         return True
-    frequencies = module.get_buffer(f"{prefix}inv_freq")
+    frequencies = getattr(module, f"{prefix}inv_freq", None)
+    if not isinstance(frequencies, Tensor):
+        return False  # a module that rotates in a way of its own
     with torch.no_grad():
         found, _ = ROPE_INIT_FUNCTIONS[kind](module.config, frequencies.device, seq_len=context, layer_type=layers)
         frequencies.copy_(found)

@@ -140,7 +140,7 @@ def _check_rope(rope: Fields) -> None:
 
 
 def _check_divisors(rope: Fields, name: str) -> None:
-    """Refuse divisors that are no numbers; how many there are to be, a module knows."""
+    """Refuse divisors that are no numbers; how many there are to be depends on the size of heads."""
     given = rope.data.get(name)
     for each in given if isinstance(given, list) and given else [None]:
         if isinstance(each, bool) or not isinstance(each, (int, float)) or not 1e-6 <= each <= 1e6:
