@@ -146,8 +146,10 @@ class EngineStats:
     """Drafts in these runs."""
     accepted_tokens: int
     """Drafts that were right, and so became tokens."""
+    drafted_by_position: tuple[int, ...]
+    """Verified drafts by their position in the run, from the first on: steps differ in how many drafts they verify."""
     accepted_by_position: tuple[int, ...]
-    """Right drafts by their position in the run, from the first on."""
+    """Right drafts by their position in the run; a draft behind a wrong one is not right."""
     sleep_level: int
     """Level of sleep: 0 while the engine is awake; above 0, requests wait and there are no pages."""
     steps: int

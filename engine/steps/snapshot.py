@@ -35,6 +35,7 @@ def snapshot(scheduler: Scheduler, meter: Meter, now: float) -> EngineStats:
         draft_runs=0 if speculation is None else speculation.runs,
         drafted_tokens=0 if speculation is None else speculation.drafted,
         accepted_tokens=0 if speculation is None else speculation.accepted,
+        drafted_by_position=() if speculation is None else tuple(speculation.drafted_at),
         accepted_by_position=() if speculation is None else tuple(speculation.accepted_at),
         sleep_level=scheduler.resizing.sleep_level,
         steps=meter.steps,

@@ -7,7 +7,7 @@ names too, where both mean the same.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -32,6 +32,7 @@ VLLM_NAMES: Final = {
     "headrace:spec_decode_num_drafts": "vllm:spec_decode_num_drafts",
     "headrace:spec_decode_num_draft_tokens": "vllm:spec_decode_num_draft_tokens",
     "headrace:spec_decode_num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+    "headrace:spec_decode_num_draft_tokens_per_pos": "vllm:spec_decode_num_draft_tokens_per_pos",
     "headrace:spec_decode_num_accepted_tokens_per_pos": "vllm:spec_decode_num_accepted_tokens_per_pos",
     "headrace:prompt_tokens": "vllm:prompt_tokens",
     "headrace:generation_tokens": "vllm:generation_tokens",
@@ -148,11 +149,10 @@ def _of_drafts(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("spec_decode_num_drafts", what, stats.draft_runs)
     yield _counter("spec_decode_num_draft_tokens", "Drafts that steps verified.", stats.drafted_tokens)
     yield _counter("spec_decode_num_accepted_tokens", "Drafts that were right.", stats.accepted_tokens)
+    what = "Drafts that steps verified, by their position in the run."
+    yield _by_position("spec_decode_num_draft_tokens_per_pos", what, stats.drafted_by_position)
     what = "Drafts that were right, by their position in the run."
-    by_position = CounterMetricFamily("headrace:spec_decode_num_accepted_tokens_per_pos", what, labels=["position"])
-    for position, count in enumerate(stats.accepted_by_position or (0,)):
-        by_position.add_metric([str(position)], count)
-    yield by_position
+    yield _by_position("spec_decode_num_accepted_tokens_per_pos", what, stats.accepted_by_position)
     yield _gauge(
         "spec_decode_depth",
         "Most drafts of a choice in the latest step with decodes; 0 before one.",
@@ -219,6 +219,14 @@ def _gauge(name: str, what: str, value: float) -> Metric:
 
 def _counter(name: str, what: str, value: float) -> Metric:
     return CounterMetricFamily(f"headrace:{name}", what, value=value)
+
+
+def _by_position(name: str, what: str, counts: Sequence[int]) -> Metric:
+    """Return a counter with a value for each position of a run of drafts; 0 at the first without speculation."""
+    family = CounterMetricFamily(f"headrace:{name}", what, labels=["position"])
+    for position, count in enumerate(counts or (0,)):
+        family.add_metric([str(position)], count)
+    return family
 
 
 def _histogram(name: str, what: str, histogram: Histogram) -> Metric:

@@ -159,9 +159,10 @@ def test_drafts_are_counted_by_their_position(tmp_path: Path, monkeypatch: pytes
         assert found.choices == plain.choices
         stats = server.stats()
         assert (stats.draft_runs, stats.drafted_tokens, stats.accepted_tokens) == (20, 80, 40)
-        assert stats.accepted_by_position == (16, 12, 8, 4)
+        assert (stats.drafted_by_position, stats.accepted_by_position) == ((20, 20, 20, 20), (16, 12, 8, 4))
         assert stats.speculation_depth == 4 and stats.mean_accepted_length == 60 / 20
         places = {f"num_accepted_tokens_per_pos_total{{position={at}}}": 16 - 4 * at for at in range(4)}
+        places |= {f"num_draft_tokens_per_pos_total{{position={at}}}": 20 for at in range(4)}
         totals = {"num_drafts_total": 20, "num_draft_tokens_total": 80, "num_accepted_tokens_total": 40, "depth": 4}
         shown = {f"spec_decode_{name}": count for name, count in (places | totals).items()}
         shows(server, shown | {"generation_tokens_total": 2 * 61})

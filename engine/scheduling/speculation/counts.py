@@ -50,8 +50,10 @@ class Speculation:
         """Number of rows of steps that verified drafts."""
         self.drafted = 0
         self.accepted = 0
+        self.drafted_at = [0] * most
+        """Number of verified drafts by their position behind a row's own token."""
         self.accepted_at = [0] * most
-        """Number of accepted drafts by their position behind a row's own token."""
+        """Number of accepted drafts by the same position."""
         self.latest = 0
         """Depth of the latest step with decodes; 0 before there was one."""
         self._choose = choose or self.rule.choose
@@ -87,6 +89,8 @@ class Speculation:
                     self.runs += rows
                     self.drafted += drafts * rows
                     self.accepted += (count - 1) * rows
+                    for place in range(drafts):
+                        self.drafted_at[place] += rows
                     for place in range(count - 1):
                         self.accepted_at[place] += rows
         contexts = [start for request, start in zip(plan.decodes, plan.starts, strict=True) if request.asked.speculates]

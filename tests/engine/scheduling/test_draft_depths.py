@@ -266,6 +266,17 @@ def drafting(
     return told
 
 
+def test_drafts_are_counted_at_each_place_however_many_a_step_verifies() -> None:
+    speculation = Speculation(4)
+    for drafted, counts in (([4, 2], [3, 3]), ([1, 0], [1, 1]), ([3], [4]), ([], [1, 1])):
+        plan: Any = SimpleNamespace(
+            depth=4, drafts=[4] * len(counts), size=len(counts), decodes=[], starts=[], others=[]
+        )
+        speculation.observe(plan, StepResult([7] * sum(counts), counts, drafted=drafted), 0.5)
+    assert (speculation.drafted_at, speculation.accepted_at) == ([4, 3, 2, 1], [3, 3, 1, 0])
+    assert (speculation.runs, speculation.drafted, speculation.accepted) == (4, 10, 7)
+
+
 def test_the_rule_is_told_of_the_depth_that_ran() -> None:
     assert drafting([3, 0], [3, 1], lambda rows: [1, 2, 4]) == [(2, 100, 4, 0.5)], "there is no graph of depth 3"
     assert drafting([2, 2], [4, 4], lambda rows: [1, 2]) == [(2, 100, 2, 0.5)], "more lines do not fit"
