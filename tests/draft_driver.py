@@ -179,10 +179,10 @@ class Drafting(Target):
             shared = row.shares[1] // PAGE
             pages.append((pages[row.shares[0]][:shared] if shared else []) + [])
             pages[-1].extend(next(free) for _ in range(-(-(len(row.ids) + 8) // PAGE) - shared))
-            plan.new_rows.append(NewRow(number, 0, row.ids, row.sampling, -1))
+            plan.new_rows.append(NewRow(number, 0, row.ids, row.sampling, speculates=True))
             plan.entries.extend(PageEntry(number, place, page) for place, page in enumerate(pages[-1]))
-        self._table.update(plan)
         self._head.update(plan)
+        self._table.update(plan)
         return self._table
 
     def _compute(

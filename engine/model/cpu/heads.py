@@ -1,6 +1,7 @@
-"""`CpuDraftHead`: a trained draft head on a CPU: it drafts for rows when asked, and takes up before what it missed.
+"""`CpuDraftHead`: a trained draft head on a CPU: it drafts for rows when asked, and reads before what it missed.
 
-It takes up prompts at once, and all else when drafts are asked for: while there are none, it costs next to nothing.
+It reads prompts at once, and all else when drafts are asked for, when `KEPT` positions of a row are unread, and before
+pages are copied, shared or given to another row: while there are no drafts, it costs little, and its pages are whole.
 Owns the head's pages, which have the numbers of the target's pages: what a row of the block table names holds the keys
 and values of the target's layers there, and those of the head here. Never verifies a draft. Next to read:
 ../drafting/heads/recurrent.py.
@@ -8,7 +9,7 @@ and values of the target's layers there, and those of the head here. Never verif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
@@ -33,10 +34,12 @@ from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.sample import sample_drafts
 from headrace.ops.cpu.step import CpuStep
 
-__all__ = ["CpuDraftHead", "DraftAsk", "LoadHead", "last_places"]
+__all__ = ["KEPT", "CpuDraftHead", "DraftAsk", "LoadHead", "last_places"]
 
+KEPT: Final = 64
+"""Number of unread positions from which a row is read: one pass over so many costs little for each."""
 _AT_ONCE: Final = 18
-"""Number of a row's tokens in a step from which they are taken up at once: more than a token and its drafts."""
+"""Number of a row's tokens in a step from which they are read at once: more than a token and its drafts."""
 _LAYERS: Final = 1
 """Number of layers of a recurrent head."""
 _Target: TypeAlias = Decoder[CpuLinear, CpuStep, CpuKv]
@@ -96,6 +99,8 @@ class CpuDraftHead:
         self._works: dict[int, Work] = {}
         """The latest work of each row."""
         self._untaken = Untaken()
+        self._speculating: set[int] = set()
+        """Rows that may ask for drafts; of others, long parts of prompts alone are read."""
         self.host: HostPool | None = None
         """Pages of rows that are swapped out; a head that is read again after a sleep takes it over."""
         self.kv: CpuKv | None = None
@@ -123,9 +128,16 @@ class CpuDraftHead:
         return pool
 
     def resize(self, pages: int) -> None:
-        """Make room for another number of pages."""
+        """Make room for another number of pages; whoever keeps the present ones calls `read_all` before."""
         if self.kv is not None:
+            self._untaken.forget(self._untaken.rows)
             self.kv = self.kv.resized(pages)
+
+    @torch.inference_mode()
+    def read_all(self) -> None:
+        """Read all that is unread."""
+        if self.kv is not None:
+            self._catch_up(self._untaken.rows)
 
     def open_host_pool(self, places: int, *, promised: int) -> None:
         """Make room for `places` pages in host memory, of which others will use `promised` bytes."""
@@ -135,16 +147,24 @@ class CpuDraftHead:
     def spill(self, plan: StepPlan) -> None:
         """Copy pages to host memory, before the plan's step writes to others."""
         if self.kv is not None and self.host is not None and plan.spills:
-            self._complete(page for page, _ in plan.spills)
+            self._complete({page for page, _ in plan.spills})
             self.host.spill(self._pages, plan.spills)
 
     def update(self, plan: StepPlan) -> None:
-        """Apply the plan's new rows, of which nothing is known, and its copies of pages."""
-        if self.kv is not None and plan.copies:
-            self._complete(page for page, _ in plan.copies)
-        for new in plan.new_rows:
-            self._known.pop(new.row, None)
-        self._untaken.forget(new.row for new in plan.new_rows)
+        """Apply the plan's new rows, of which nothing is known, and its copies of pages.
+
+        Before, what is unread of the rows' former requests is read, and so is what is unread in pages that are copied
+        or become another row's: the prefix cache, forks and turns find whole pages.
+        """
+        new = {row.row for row in plan.new_rows}
+        if self.kv is not None and (new or plan.copies or plan.entries):
+            shared = {page for page, _ in plan.copies} | {entry.page for entry in plan.entries}
+            self._complete(shared, new)
+        for row in new:
+            self._known.pop(row, None)
+        self._untaken.forget(new)
+        self._speculating.difference_update(new)
+        self._speculating.update(row.row for row in plan.new_rows if row.speculates)
         if self.kv is None:
             return
         self.kv.copy_pages(plan.copies)
@@ -154,7 +174,7 @@ class CpuDraftHead:
     def take_up(
         self, works: Sequence[Work], batch: StepBatch, hidden: HiddenStates, last: Mapping[int, tuple[int, int]]
     ) -> None:
-        """Keep what the target has computed of a step's positions, and take up long parts of prompts at once.
+        """Keep what the target has computed of a step's positions, and read long parts of prompts at once.
 
         Args:
             works: The works of the step.
@@ -163,39 +183,47 @@ class CpuDraftHead:
             last: For each row that goes on, the index among the step's tokens of its last position whose following
                 token was chosen, and the number of tokens of the row with that one.
         """
-        rows = batch.rows_N.tolist()
-        self._untaken.add(rows, batch.paged.positions_N.tolist(), hidden)
-        long: list[int] = []
+        long = {work.row for work in works if self.kv is not None and work.num_tokens >= _AT_ONCE}
+        wanted = self._speculating | long
+        self._untaken.add(wanted, batch.rows_N.tolist(), batch.paged.positions_N.tolist(), hidden)
         for work in works:
-            self._works[work.row] = work
-            if work.num_tokens >= _AT_ONCE and self._recurrent is not None:
-                long.append(work.row)
-            else:
+            if work.row in wanted:
+                self._works[work.row] = work
                 end = work.start + work.num_tokens
                 self._untaken.cut(work.row, min(end, last[work.row][1] - 1) if work.row in last else end)
-        self._catch_up(long)
+        behind = [row for row in self._untaken.rows if row not in long and self._missed(row) >= KEPT]
+        behind.sort(key=self._missed, reverse=True)
+        share = -(-len(self._untaken.rows) // KEPT)  # so rows that began together do not hold up one step together
+        self._catch_up([*long, *behind[:share]])
 
-    def _complete(self, pages: Iterable[int]) -> None:
-        """Take up what is missing in some pages, before these are copied."""
-        wanted = set(pages)
-        self._catch_up([row for row in self._untaken.rows if wanted & self._pages_of(row)])
-
-    def _pages_of(self, row: int) -> set[int]:
-        """Return the pages of the positions that are not taken up."""
+    def _missed(self, row: int) -> int:
+        """Return how many positions of a row are unread."""
         start, end = self._untaken.span(row)
-        return set(self._rows.pages(row, end)[start // next(iter(self._ops.values())).page_size :].tolist())
+        return end - start
+
+    def _complete(self, pages: Set[int], rows: Set[int] = frozenset()) -> None:
+        """Read what is unread in some pages and of some rows, before others write there or read it."""
+        self._catch_up([row for row in self._untaken.rows if row in rows or not pages.isdisjoint(self._pages_of(row))])
+
+    def _pages_of(self, row: int) -> list[int]:
+        """Return the pages of the positions that are unread."""
+        start, end = self._untaken.span(row)
+        size = next(iter(self._ops.values())).page_size
+        pages: list[int] = self._rows.pages(row, end)[start // size :].tolist()
+        return pages
 
     def _catch_up(self, rows: Iterable[int]) -> None:
-        """Take up what the target has computed for some rows, in one pass."""
+        """Read what the target has computed for some rows, in one pass, also of those that have stopped."""
         works: list[Work] = []
         for row in rows:
             start, end = self._untaken.span(row)
-            work = self._works[row]._replace(start=start, num_tokens=end - start, samples=False) if end else None
-            if work is not None and not self._rows.all_stopped((work,)):
-                works.append(work)
+            if self.kv is None:
+                start = max(start, end - 1)  # the last state alone matters
+            if end > start:
+                works.append(self._works[row]._replace(start=start, num_tokens=end - start, samples=False))
         if not works:
             return
-        batch = self._rows.batch(works)
+        batch = self._rows.batch(works, with_stopped=True)
         paged = replace(batch.paged, given=())  # adapters are of the target alone
         taken, positions = batch.rows_N.tolist(), paged.positions_N.tolist()
         hidden = self._untaken.gather(taken, positions)

@@ -99,13 +99,15 @@ class CpuRows:
         """Return whether none of `works` is worth computing, since each of their rows has stopped or is late."""
         return all(map(self._is_left_out, works))
 
-    def batch(self, works: Sequence[Work], drafted: Sequence[int] | None = None) -> StepBatch:
+    def batch(
+        self, works: Sequence[Work], drafted: Sequence[int] | None = None, *, with_stopped: bool = False
+    ) -> StepBatch:
         """Gather the tensors for `works`: decodes first, those of similar context length side by side, then prefills.
 
-        Rows that have stopped or are late are left out; at least one is not. The last tokens of a work may be drafts,
-        as many as `drafted` says.
+        Rows that have stopped or are late are left out unless `with_stopped`; at least one is not. The last tokens of
+        a work may be drafts, as many as `drafted` says.
         """
-        going = [index for index, work in enumerate(works) if not self._is_left_out(work)]
+        going = [index for index, work in enumerate(works) if with_stopped or not self._is_left_out(work)]
         decodes = sorted((index for index in going if works[index].num_tokens == 1), key=lambda at: works[at].start)
         order = decodes + [index for index in going if works[index].num_tokens > 1]
         rows = np.repeat([works[index].row for index in order], [works[index].num_tokens for index in order])

@@ -102,6 +102,9 @@ class CpuRunner:
 
     def resize(self, num_pages: int) -> None:
         """Make room for `num_pages` pages; until that is done, the present ones hold their memory, too."""
+        if self._head is not None:
+            self._head.read_all()
+            self._any.rest()
         self._kv = self._kv.resized(num_pages)
         self._resize_drafter(num_pages)
         return_freed_memory()

@@ -1,24 +1,30 @@
-"""`Untaken`: hidden states of the target that a draft head has not taken up yet, the latest of each row.
+"""`Untaken`: hidden states of the target that a draft head has not read yet, the latest of each row.
 
-A head that is asked for no drafts costs next to nothing so: it computes nothing until it is asked. Owns views of what
-the target has computed; never runs a network. Next to read: heads.py.
+A head that is asked for no drafts costs little so: it reads many positions of a row at once. Owns views of what the
+target has computed; never runs a network. Next to read: heads.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
-from typing import Final
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.engine.model.network.decoder import HiddenStates
 
-__all__ = ["KEPT", "Untaken"]
+__all__ = ["Untaken"]
 
-KEPT: Final = 64
-"""Number of positions of a row that are kept; earlier ones are dropped, so that memory has a bound."""
+
+class _Run(NamedTuple):
+    """Unread states of one row, without a gap."""
+
+    start: int
+    """First position."""
+    places: list[tuple[HiddenStates, int]]
+    """What a step has computed, and a position's place in it; in the order of positions."""
 
 
 class Untaken:
@@ -26,23 +32,32 @@ class Untaken:
 
     def __init__(self) -> None:
         """Start without states."""
-        self._of: dict[int, dict[int, tuple[HiddenStates, int]]] = {}
-        """Row -> position -> what a step has computed, and the position's place in it; in the order of positions."""
+        self._of: dict[int, _Run] = {}
 
-    def add(self, rows: Sequence[int], positions: Sequence[int], hidden: HiddenStates) -> None:
-        """Keep the states of a step, of which `rows` and `positions` are in the order of its tokens."""
+    def add(self, wanted: Collection[int], rows: Sequence[int], positions: Sequence[int], hidden: HiddenStates) -> None:
+        """Keep the states that a step has computed of the rows `wanted`; those of a row that goes back replace others.
+
+        Args:
+            wanted: Rows of which states are kept.
+            rows: Row of each token of the step.
+            positions: Position of each token, in the same order; those of a row rise by one.
+            hidden: The states of the tokens.
+        """
         for place, (row, position) in enumerate(zip(rows, positions, strict=True)):
-            of_row = self._of.setdefault(row, {})
-            of_row.pop(position, None)
-            of_row[position] = hidden, place
+            if row in wanted:
+                self.cut(row, position)
+                run = self._of.get(row)
+                if run is None or run.start + len(run.places) != position:
+                    run = self._of[row] = _Run(position, [])
+                run.places.append((hidden, place))
 
     def cut(self, row: int, end: int) -> None:
-        """Drop the positions of a row from `end` on, which were refused drafts, and those that are too many."""
-        of_row = self._of.get(row, {})
-        while of_row and next(reversed(of_row)) >= end:
-            of_row.popitem()
-        while len(of_row) > KEPT:
-            del of_row[next(iter(of_row))]
+        """Drop the positions of a row from `end` on, such as those of refused drafts."""
+        run = self._of.get(row)
+        if run is not None and end < run.start + len(run.places):
+            del run.places[max(0, end - run.start) :]
+            if not run.places:
+                del self._of[row]
 
     def forget(self, rows: Iterable[int]) -> None:
         """Drop all states of some rows."""
@@ -52,22 +67,17 @@ class Untaken:
     @property
     def rows(self) -> list[int]:
         """Rows of which there are states."""
-        return [row for row, of_row in self._of.items() if of_row]
+        return list(self._of)
 
     def span(self, row: int) -> tuple[int, int]:
-        """Return the first position of the latest ones of `row` without a gap, and the one behind; equal if none."""
-        of_row = self._of.get(row)
-        if not of_row:
-            return 0, 0
-        end = next(reversed(of_row)) + 1
-        start = end - 1
-        while start - 1 in of_row:
-            start -= 1
-        return start, end
+        """Return the first position of `row` of which there is a state, and the one behind the last; equal if none."""
+        run = self._of.get(row)
+        return (0, 0) if run is None else (run.start, run.start + len(run.places))
 
     def gather(self, rows: Sequence[int], positions: Sequence[int]) -> HiddenStates:
         """Return the states of some positions, in order."""
-        places = [self._of[row][position] for row, position in zip(rows, positions, strict=True)]
+        runs = [self._of[row] for row in rows]
+        places = [run.places[position - run.start] for run, position in zip(runs, positions, strict=True)]
         finals: list[Tensor] = []
         inputs: list[list[Tensor]] = []
         for _, group in groupby(places, key=lambda found: id(found[0])):
