@@ -270,12 +270,14 @@ def bench_memory(model: ModelArgument = None, json_path: JsonOption = None) -> N
 
 @bench.command("scheduler", short_help="Host time of one decode step, without a device.")
 def bench_scheduler(
-    rows: Annotated[int, typer.Option(help="Requests in each step.", min=1)] = 256, json_path: JsonOption = None
+    rows: Annotated[int, typer.Option(help="Requests in each step.", min=1)] = 256,
+    drafts: Annotated[int, typer.Option(help="Drafts of each request in steps that verify any.", min=1, max=16)] = 3,
+    json_path: JsonOption = None,
 ) -> None:
-    """Measure the host time of one decode step: plan and commit, without a device."""
+    """Measure the host time of one decode step, plan and commit, without drafts and with them, without a device."""
     from headrace.engine.bench.host.scheduler import run
 
-    run(rows=rows, json_path=json_path)
+    run(rows=rows, drafts=drafts, json_path=json_path)
 
 
 @bench.command("policies", short_help="What each scheduling policy does to those who wait.")

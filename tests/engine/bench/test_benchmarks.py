@@ -20,6 +20,7 @@ from headrace.engine.bench import opening
 from headrace.engine.bench.engine import flood, latency, lora, options, perplexity, repeat, startup, stream, throughput
 from headrace.engine.bench.engine.latency import parse_params, parse_prefill
 from headrace.engine.bench.floor import Speed, model_cost
+from headrace.engine.bench.host import scheduler
 from headrace.engine.bench.opening import BenchmarkFailed, Target, synthetic_table
 from headrace.engine.bench.shapes import spec_of
 from headrace.engine.tokens.text import Detokenizer
@@ -268,6 +269,18 @@ def test_shares_that_mean_nothing_are_refused_before_anything_is_loaded(loads: s
     assert result.output.splitlines()[-1] == (
         f"Error: Invalid value: --loads {loads!r}: give parts above 0 and up to 1, separated by commas, such as 1,0.87"
     )
+
+
+def test_scheduler(out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_STEPS", 60)
+    monkeypatch.setattr(scheduler, "_RUNS", 1)
+    scheduler.run(rows=20, drafts=2, json_path=str(out))
+    found = read(out)["microseconds"]
+    assert [*found] == ["no drafts", "all right", "none right"]
+    for name, times in found.items():
+        assert times["all"] > times["commit"] > times["commit without prefix cache"] * 0.5 > 0
+        assert (times["counting"] > 1) == (name != "no drafts")
+    assert " 60 " in capsys.readouterr().out, "tokens of a step of 20 rows with two right drafts each"
 
 
 def test_flood(target: Target, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
