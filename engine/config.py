@@ -23,6 +23,7 @@ __all__ = ["EngineConfig", "parse_bytes", "spell_out_options"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+_FEWEST_WITH_DRAFTS = 3  # tokens of a step: a row's own, and of what it leaves half for drafts, half for prompts
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -120,6 +121,18 @@ class EngineConfig(Checked, frozen=True):
                 field="max_batched_tokens",
                 value=self.max_batched_tokens,
                 limit={"ge": self.max_rows},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_draft_fits(self) -> EngineConfig:
+        if self.speculation and self.max_batched_tokens and self.max_batched_tokens < _FEWEST_WITH_DRAFTS:
+            raise InvalidParams(
+                f"max_batched_tokens: must be at least {_FEWEST_WITH_DRAFTS} with the option speculation, or no step "
+                f"has room for a draft, got {self.max_batched_tokens}",
+                field="max_batched_tokens",
+                value=self.max_batched_tokens,
+                limit={"ge": _FEWEST_WITH_DRAFTS},
             )
         return self
 

@@ -23,6 +23,7 @@ from headrace.engine.concurrency.threads import Poster, Worker, outlast
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import EngineCrashed, EngineStopped, InvalidParams
 from headrace.engine.grammar.compiler import Grammars
+from headrace.engine.life.drafting import open_speculation
 from headrace.engine.life.opened import Opened
 from headrace.engine.life.progress import Watcher, watched
 from headrace.engine.life.serving import Parts, Serving
@@ -30,7 +31,6 @@ from headrace.engine.scheduling.memory.host_pages import HostPages
 from headrace.engine.scheduling.policies import policy_of
 from headrace.engine.scheduling.runner_memory import Swapping
 from headrace.engine.scheduling.scheduler import Scheduler
-from headrace.engine.scheduling.speculation.counts import FixedDepths, Speculation
 from headrace.engine.steps.flights import Flights
 from headrace.engine.steps.hooks import HookThread
 from headrace.engine.steps.loop import StepLoop
@@ -103,11 +103,6 @@ class Lifespan:
 
     def _make_loop(self, opened: Opened, host: HostPages | None) -> StepLoop:
         config = self._config
-        speculation = None
-        if config.speculation is not None:
-            runner = opened.runner
-            depths = runner.draft_depths if isinstance(runner, FixedDepths) else None
-            speculation = Speculation(config.speculation.k, depths=depths)
         scheduler = Scheduler(
             opened.capacity,
             secret=os.urandom(32),
@@ -116,7 +111,7 @@ class Lifespan:
             slots=slots_of(opened.adapters, config),
             host=host,
             itl_target=None if config.itl_target_ms is None else config.itl_target_ms / 1000,
-            speculation=speculation,
+            speculation=open_speculation(config, opened),
         )
         return StepLoop(
             scheduler,

@@ -306,3 +306,29 @@ def test_ways_of_guessing_are_values_or_text(tmp_path: Path) -> None:
     with pytest.raises(InvalidParams, match="from 1 to 16") as refused:
         Ngram(k=17)
     assert refused.value.limit == {"ge": 1, "le": 16}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "most", "told"),
+    [(3, 1, 1, "speculation.k: it is 3, and steps verify at most 1 of a row: max_batched_tokens is 3"),
+     (6, 3, 2, "max_rows: it is 3, and steps of more than 2 rows that speculate verify no drafts"),
+     (64, 8, 3, "")],
+)  # fmt: skip
+def test_steps_without_room_for_drafts_are_warned_of(
+    tokens: int, rows: int, most: int, told: str, model: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    guess_by(monkeypatch, lambda tokens, most: [7] * most, always(3))
+
+    async def run() -> None:
+        sizes: dict[str, Any] = {"max_batched_tokens": tokens, "max_rows": rows}
+        async with Engine(model, speculation=Ngram(k=3), **options(**sizes)) as engine:
+            await engine.generate("abab" * 5, SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
+            verified = [count > 0 for count in engine.stats().drafted_by_position]
+            assert verified == [place < most for place in range(3)]
+
+    anyio.run(run)
+    assert told in caplog.text if told else "speculat" not in caplog.text
+    with pytest.raises(InvalidParams, match="max_batched_tokens: must be at least 3 with the option speculation") as no:
+        Engine(model, speculation=Ngram(k=3), **options(max_batched_tokens=2, max_rows=1))
+    assert (no.value.field, no.value.value, no.value.limit) == ("max_batched_tokens", 2, {"ge": 3})

@@ -248,3 +248,21 @@ def test_heads_of_a_model_with_several_pools_of_pages(
     answers, with_head, drafted = anyio.run(lambda: run(speculation=speculation))
     assert answers == plain and drafted > 100
     assert with_head - page_bytes == (PAGE if name == "EAGLE-3" else 0)
+
+
+def test_rows_that_no_graph_has_drafts_for_are_warned_of(
+    model: Path, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A GPU has graphs of up to so many lines, which are rows times a token and its drafts."""
+    monkeypatch.setattr("headrace.engine.model.cuda.drafting.drafts.MOST_LINES", 6)
+    torch.manual_seed(3)
+    speculation = Eagle(fit(EagleHead()).write(tmp_path / "head"))
+
+    async def opened(rows: int) -> None:
+        async with Engine(model, speculation=speculation, **options(max_rows=rows)):
+            pass
+
+    anyio.run(opened, 3)
+    assert "max_rows" not in caplog.text
+    anyio.run(opened, 4)
+    assert "max_rows: it is 4, and steps of more than 2 rows that speculate verify no drafts" in caplog.text

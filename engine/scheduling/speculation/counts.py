@@ -44,7 +44,7 @@ class Speculation:
             choose: Takes the place of `DepthRule.choose`, for tests.
             depths: `FixedDepths.draft_depths` of the runner; None if it computes the drafts that there are.
         """
-        self._depths = depths
+        self._most, self._depths = most, depths
         self.rule = DepthRule(most, depths)
         self.runs = 0
         """Number of rows of steps that verified drafts."""
@@ -65,15 +65,24 @@ class Speculation:
             return self.latest
         return 0
 
+    def room(self, rows: int, most_tokens: int) -> int:
+        """Return the most drafts of each row in a step of up to `most_tokens`, if all of its `rows` rows speculate."""
+        most = self._most if self._depths is None else max(self._depths(rows), default=0)
+        return self._within(most, rows, rows, most_tokens)
+
     def _depth(self, running: Sequence[Request], most_tokens: int) -> int:
         contexts = [request.planned for request in running if request.asked.speculates]
         if not contexts:
             return 0
-        fits = (most_tokens - len(running)) // (2 * len(contexts))
         depth = self._choose(len(contexts), sum(contexts) // len(contexts))
+        return self._within(depth, len(running), len(contexts), most_tokens)
+
+    def _within(self, depth: int, rows: int, speculating: int, most_tokens: int) -> int:
+        """Return `depth`, or the largest below it with which half of what `rows` decodes leave is for prompts."""
+        fits = (most_tokens - rows) // (2 * speculating)
         if depth <= fits or self._depths is None:
             return max(0, min(depth, fits))
-        return max((each for each in self._depths(len(running)) if each <= fits), default=0)
+        return max((each for each in self._depths(rows) if each <= fits), default=0)
 
     def observe(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         """Take in a step that has ended and took `seconds`.

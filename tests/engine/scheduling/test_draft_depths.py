@@ -296,5 +296,15 @@ def test_a_budget_leaves_a_depth_that_the_device_has() -> None:
         assert speculation.depth(running, 2 + 2 * 2 * 3) == expected
 
 
+def test_room_for_drafts_shrinks_with_the_rows_that_ask_for_them() -> None:
+    """Half of what decodes leave is for prompts, and on a device with graphs one of them has to be small enough."""
+    every = Speculation(4)
+    assert [every.room(1, tokens) for tokens in (1, 2, 3, 6, 8, 9, 99)] == [0, 0, 1, 2, 3, 4, 4]
+    assert [every.room(rows, 24) for rows in (2, 3, 8, 9, 24)] == [4, 3, 1, 0, 0]
+    fixed = Speculation(4, depths=lambda rows: [depth for depth in (1, 2, 4) if rows * (depth + 1) <= 8])
+    assert [fixed.room(rows, 99) for rows in range(1, 6)] == [4, 2, 1, 1, 0]
+    assert [fixed.room(1, tokens) for tokens in (2, 3, 8, 9)] == [0, 1, 2, 4]
+
+
 def test_a_runner_without_graphs_has_every_depth() -> None:
     assert not isinstance(Rig(capacity(), drafts=2).runner, FixedDepths)
