@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,45 @@ def test_drafts_are_those_of_the_equations(family: str, native: bool, tmp_path: 
     drafting = Drafting(tmp_path, None, native=native)
     for cut in CUTS.values():
         assert drafting.side_by_side(rows, *cut, 3) == expected, cut
+
+
+def in_block_fp8(folder: Path, block: int, plain: str) -> dict[str, Tensor]:
+    """Store products as DeepSeek does, each block at a size of its own; return what all tensors stand for then."""
+    tensors, read = load_file(folder / "model.safetensors"), dict[str, Tensor]()
+    for name, weight in [*tensors.items()]:
+        read[name] = weight
+        if weight.dim() < 2 or "_proj" not in name or re.search(plain, name):
+            continue
+        outs, ins = weight.shape
+        most = weight.abs().max()
+        scales = (0.6 + torch.rand(-(-outs // block), -(-ins // block))) * most / 448
+        tensors[name] = (weight * 448 / most).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+        each = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)[:outs, :ins]
+        read[name] = tensors[name].float() * each
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    stored = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stored}))
+    return read
+
+
+@pytest.mark.parametrize("native", OPERATIONS)
+@pytest.mark.parametrize(("family", "plain"), [("DeepSeek-V3", "eh_proj"), ("GLM-4.5", "nothing")])
+def test_a_module_in_block_fp8_drafts_what_its_plain_weights_do(
+    family: str, plain: str, native: bool, tmp_path: Path
+) -> None:
+    model, head = with_module(family, tmp_path / "stored")
+    rows = [Row(torch.randint(0, 96, (length,)).tolist()) for length in (21, 9, 16)]
+    of_exact = [head.drafts(states_of(model, row.ids, LAYERS), row.ids[1:], 3) for row in rows]
+    read = in_block_fp8(tmp_path / "stored", 24, plain)
+    model.config.save_pretrained(tmp_path / "plain")
+    save_file(read, tmp_path / "plain/model.safetensors", {"format": "pt"})
+    model.load_state_dict(type(model).from_pretrained(tmp_path / "plain", dtype=torch.float32).state_dict())
+    head.mtp["eh_proj.weight"] = read[f"model.layers.{LAYERS}.eh_proj.weight"]
+    expected = [head.drafts(states_of(model, row.ids, LAYERS), row.ids[1:], 3) for row in rows]
+    assert expected != of_exact, "scales that change nothing prove nothing"
+    assert Drafting(tmp_path / "stored", None, native=native).side_by_side(rows, 7, 9, 3) == expected
 
 
 def test_a_spec_says_what_the_module_reads(tmp_path: Path) -> None:
