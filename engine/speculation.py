@@ -68,20 +68,20 @@ class DraftModel:
 
 @dataclass(frozen=True, slots=True)
 class Eagle:
-    """Guess by a head of EAGLE, EAGLE-2 or EAGLE-3 that was trained for the model, also in the speculators format.
+    """Guess by a head of EAGLE, EAGLE-2 or EAGLE-3 that was trained for the model; of EAGLE-3 also as speculators.
 
     Raises:
         InvalidParams: `path` is no path, or `k` is out of its range.
     """
 
     path: str | os.PathLike[str]
-    """Folder of the head: a config.json, and weights in safetensors."""
+    """The head: a folder with a config.json and weights in safetensors, or a hub id, as `Engine` takes them."""
     k: int = 3
     """Most drafts for a request in one step, from 1 to 16; steps take fewer, or none, where that is faster."""
 
     def __post_init__(self) -> None:
         """Check the values."""
-        _check_path(self.path, "the path of the head's folder")
+        _check_path(self.path, "the path of the head's folder, or a hub id")
         _check("k", self.k, 1, _MOST_DRAFTS)
 
 
@@ -94,14 +94,14 @@ class Medusa:
     """
 
     path: str | os.PathLike[str]
-    """Folder of the heads: a config.json, and weights in safetensors."""
+    """The heads: a folder with a config.json and weights in safetensors, or a hub id, as `Engine` takes them."""
     k: int = 3
     """Most drafts for a request in one step, from 1 to the number of heads; steps take fewer, or none, where that is
     faster."""
 
     def __post_init__(self) -> None:
         """Check the values."""
-        _check_path(self.path, "the path of the head's folder")
+        _check_path(self.path, "the path of the head's folder, or a hub id")
         _check("k", self.k, 1, _MOST_DRAFTS)
 
 

@@ -16,7 +16,7 @@ from headrace.adapters.gguf_parts import first_parts, model_stem, parts_of
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import ModelRejected
 
-__all__ = ["ModelFiles", "find_model"]
+__all__ = ["ModelFiles", "find_folder", "find_model"]
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _SUFFIXES: Final = frozenset((".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".json"))
@@ -54,6 +54,18 @@ def find_model(config: EngineConfig) -> ModelFiles:
     if path.is_dir():
         return ModelFiles(path, name or path.name)
     return ModelFiles(path, model_stem(path.name))
+
+
+def find_folder(config: EngineConfig) -> ModelFiles:
+    """Return the path that `config.model` is, whether or not it is there; a hub id is fetched if that is allowed.
+
+    Raises:
+        ModelRejected: The hub id is not on this machine, and may not be fetched or cannot be.
+    """
+    path = Path(config.model)
+    if path.exists() or not _is_hub_id(config.model):
+        return ModelFiles(path, path.name)
+    return ModelFiles(_from_hub(config), config.model.rpartition("/")[2])
 
 
 def _of_folder(folder: Path, config: EngineConfig) -> Path:
@@ -112,7 +124,7 @@ def _one_gguf(names: Iterable[str], config: EngineConfig, where: str) -> str:
 def _from_hub(config: EngineConfig) -> Path:
     """Return the copy of a hub id in the local cache, or with `allow_download` the hub's."""
     model = config.model
-    if os.sep in model.partition("/")[2] or _HUB_ID.fullmatch(model) is None or PurePath(model).suffix in _SUFFIXES:
+    if not _is_hub_id(model):
         _refuse("model", model, f"no such folder or file: {model}")
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
@@ -143,6 +155,12 @@ def _from_hub(config: EngineConfig) -> Path:
         if kept is not None:  # the hub cannot be reached
             return kept
         raise ModelRejected(f"model: the hub did not give {model}: {error}", field="model", value=model) from error
+
+
+def _is_hub_id(model: str) -> bool:
+    """Return whether a text may be a hub id, which looks like a relative path of one or two parts."""
+    is_long = os.sep in model.partition("/")[2]
+    return not is_long and _HUB_ID.fullmatch(model) is not None and PurePath(model).suffix not in _SUFFIXES
 
 
 def _advice(path: Path) -> str:

@@ -533,6 +533,24 @@ def test_heads_can_be_named_by_text(model: Path, tmp_path: Path) -> None:
             anyio.run(lambda of=text: open_with(model, of))
 
 
+def test_a_head_may_be_a_hub_id_that_is_on_this_machine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    repository, commit = tmp_path / "hub/models--someone--tiny.eagle", "0" * 40
+    fit(EagleHead()).write(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    anyio.run(open_with, model, "eagle:someone/tiny.eagle,k=2")
+    with pytest.raises(InvalidParams, match=r"tiny\.eagle holds a head for Eagle"):
+        anyio.run(open_with, model, Medusa("someone/tiny.eagle"))
+    why = r"speculation\.path: the draft head someone/other cannot be used: .*allow_download=True fetches"
+    with pytest.raises(ModelRejected, match=why) as caught:
+        anyio.run(open_with, model, Eagle("someone/other"))
+    assert caught.value.field == "speculation.path"
+
+
 def test_ngrams_read_what_lies_behind_a_prefix_hit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
     draft = NgramDrafter.draft

@@ -45,12 +45,13 @@ class HeadFiles:
 
 
 @contextmanager
-def open_head(folder: Path, target: DecoderSpec) -> Iterator[HeadFiles]:
+def open_head(folder: Path, target: DecoderSpec, name: str | None = None) -> Iterator[HeadFiles]:
     """Yield the checked checkpoint of a head of EAGLE, EAGLE-3 (also in the speculators format) or Medusa.
 
     Args:
         folder: The folder of the head: a config.json, and weights in safetensors.
         target: The model that the head is to draft for.
+        name: Name of the head for messages; None for that of the folder.
 
     Raises:
         ModelRejected: The folder holds no such head, one in pickles, one of another target, hidden size or vocabulary,
@@ -58,9 +59,9 @@ def open_head(folder: Path, target: DecoderSpec) -> Iterator[HeadFiles]:
     """
     single = next((name for name in (SINGLE_FILE, _MEDUSA_FILE) if (folder / name).exists()), SINGLE_FILE)
     if not (folder / single).exists() and not (folder / INDEX_FILE).exists():
-        _refuse_folder(folder)
+        _refuse_folder(folder, name or folder.name)
     with SafetensorsFolder(folder, single) as files:
-        spec = _read(read_hf_config(folder), files.shapes, target, folder.name)
+        spec = _read(read_hf_config(folder), files.shapes, target, name or folder.name)
         yield _checked(files, spec)
 
 
@@ -101,7 +102,7 @@ def _read(
     refuse(origin, "the format", config.get("architectures"), f"a draft head in a format of {_FORMATS}")
 
 
-def _refuse_folder(folder: Path) -> NoReturn:
+def _refuse_folder(folder: Path, name: str) -> NoReturn:
     """Refuse a folder without safetensors, and say how pickles become such."""
     if not folder.is_dir():
         raise ModelRejected(f"speculation.path: {folder}: no such folder", field="speculation.path", value=str(folder))
@@ -109,10 +110,10 @@ def _refuse_folder(folder: Path) -> NoReturn:
     if pickles:
         saved = _MEDUSA_FILE if pickles[0].startswith("medusa") else SINGLE_FILE
         raise ModelRejected(
-            f"{folder.name}: {pickles[0]} is a pickle, which can run code; draft heads are read from safetensors: "
+            f"{name}: {pickles[0]} is a pickle, which can run code; draft heads are read from safetensors: "
             f"safetensors.torch.save_file(torch.load({pickles[0]!r}, weights_only=True), {saved!r})",
             field=pickles[0],
             limit=saved,
         )
-    message = f"{folder.name}: neither {SINGLE_FILE}, {INDEX_FILE} nor {_MEDUSA_FILE} is there"
+    message = f"{name}: neither {SINGLE_FILE}, {INDEX_FILE} nor {_MEDUSA_FILE} is there"
     raise ModelRejected(message, field=SINGLE_FILE)

@@ -11,7 +11,9 @@ from typing import NoReturn
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
+from headrace.engine.life.model_files import ModelFiles
 from headrace.engine.model.checkpoint.weights import Source
+from headrace.engine.model.drafting.heads.folder import head_folder
 from headrace.engine.model.drafting.heads.reading import HeadFiles, open_head, open_mtp
 from headrace.engine.model.drafting.heads.spec import HeadSpec, MedusaSpec
 from headrace.engine.model.network.foreign import ForeignModel
@@ -27,8 +29,8 @@ class HeadSource:
 
     asked: Eagle | Medusa | Mtp
     target: DecoderSpec
-    folder: Path | None
-    """Folder of the model; None for a GGUF file."""
+    files: ModelFiles
+    """Folder of the head, or of the model that it comes with."""
     spec: HeadSpec
 
     @contextmanager
@@ -38,7 +40,7 @@ class HeadSource:
         Raises:
             ModelRejected: They cannot be used any more.
         """
-        with _opened(self.asked, self.target, self.folder) as found:
+        with _opened(self.asked, self.target, self.files) as found:
             yield found
 
 
@@ -54,12 +56,8 @@ def head_source(config: EngineConfig, spec: DecoderSpec, source: Source | Foreig
         return None
     if isinstance(source, ForeignModel) or not spec.has_head:
         _refuse(config, "a model without native code, or without an output head, has no draft head")
-    folder = Path(source) if isinstance(source, str | os.PathLike) and source != "random" else None
-    if folder is not None and not folder.is_dir():
-        folder = None
-    if folder is None and isinstance(asked, Mtp):
-        _refuse(config, "only a model folder with weights holds a module that drafts")
-    with _opened(asked, spec, folder) as found:
+    files = _model_folder(config, source) if isinstance(asked, Mtp) else head_folder(config, asked)
+    with _opened(asked, spec, files) as found:
         head = found.spec
     if isinstance(head, MedusaSpec) != isinstance(asked, Medusa):
         other = "Medusa" if isinstance(head, MedusaSpec) else "Eagle"
@@ -71,16 +69,20 @@ def head_source(config: EngineConfig, spec: DecoderSpec, source: Source | Foreig
             value=asked.k,
             limit=head.most_drafts,
         )
-    return HeadSource(asked, spec, folder, head)
+    return HeadSource(asked, spec, files, head)
+
+
+def _model_folder(config: EngineConfig, source: Source | ForeignModel) -> ModelFiles:
+    """Return the folder of the model's weights."""
+    if not isinstance(source, str | os.PathLike) or source == "random" or not Path(source).is_dir():
+        _refuse(config, "only a model folder with weights holds a module that drafts")
+    return ModelFiles(Path(source), Path(source).name)
 
 
 @contextmanager
-def _opened(asked: Eagle | Medusa | Mtp, target: DecoderSpec, folder: Path | None) -> Iterator[HeadFiles]:
-    if isinstance(asked, Mtp):
-        assert folder is not None
-        opened = open_mtp(folder, target)
-    else:
-        opened = open_head(Path(asked.path).expanduser(), target)
+def _opened(asked: Eagle | Medusa | Mtp, target: DecoderSpec, files: ModelFiles) -> Iterator[HeadFiles]:
+    is_part = isinstance(asked, Mtp)
+    opened = open_mtp(files.path, target) if is_part else open_head(files.path, target, files.name)
     with opened as found:
         yield found
 

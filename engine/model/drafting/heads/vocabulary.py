@@ -14,6 +14,7 @@ from headrace.engine.model.checkpoint.found import refuse_tensor
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.drafting.draft_model import check_vocabularies, refused_as_draft
+from headrace.engine.model.drafting.heads.folder import head_folder
 from headrace.engine.model.drafting.heads.spec import RecurrentSpec
 from headrace.engine.speculation import Eagle, Medusa
 from headrace.engine.tokens.token_table import TokenTable
@@ -81,7 +82,7 @@ def check_tokenizer(
     asked = config.speculation
     if not isinstance(asked, Eagle | Medusa) or not table.pieces:
         return
-    folder = Path(asked.path).expanduser()
+    folder, name = head_folder(config, asked)
     if (folder / _TOKENIZER).is_file():
         with refused_as_draft(str(asked.path), "draft head"):
-            check_vocabularies(folder.name, read_table(folder), table)
+            check_vocabularies(name, read_table(folder), table)
