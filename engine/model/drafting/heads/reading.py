@@ -57,7 +57,7 @@ def open_head(folder: Path, target: DecoderSpec, name: str | None = None) -> Ite
         ModelRejected: The folder holds no such head, one in pickles, one of another target, hidden size or vocabulary,
             or tensors are missing, left over or of other shapes.
     """
-    single = next((name for name in (SINGLE_FILE, _MEDUSA_FILE) if (folder / name).exists()), SINGLE_FILE)
+    single = next((file for file in (SINGLE_FILE, _MEDUSA_FILE) if (folder / file).exists()), SINGLE_FILE)
     if not (folder / single).exists() and not (folder / INDEX_FILE).exists():
         _refuse_folder(folder, name or folder.name)
     with SafetensorsFolder(folder, single) as files:
