@@ -292,16 +292,22 @@ async def _measured(engine: Engine, plan: Plan, batch: int, mode: str) -> dict[s
     found = windows(watch.commits[first:], batch * plan.warm_up, batch * plan.tokens, plan.repeats)
     steps = [step for each in found for step in each[1:]]
     runs = after.draft_runs - before.draft_runs
-    places = zip(before.accepted_by_position, after.accepted_by_position, strict=True)
-    right = [later - earlier for earlier, later in places]
+    drafted = _grown(before.drafted_by_position, after.drafted_by_position)
+    right = _grown(before.accepted_by_position, after.accepted_by_position)
     return {
         "tokens_per_second": [_rate(each, in_processor_time=engine.info.device == "cpu") for each in found],
         "drafted_runs": runs,
+        "drafted_by_position": drafted,
         "right_by_position": right,
         "accepted_length": 1.0 + sum(right) / max(1, runs),
         "tokens_a_step": _tokens(steps) / len(steps) / batch,
         "depths": dict(sorted(Counter(step.depth for step in steps).items())),
     }
+
+
+def _grown(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """Return by how much counts have grown, place by place."""
+    return [later - earlier for earlier, later in zip(before, after, strict=True)]
 
 
 async def _at_rest(engine: Engine) -> None:

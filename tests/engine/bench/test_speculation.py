@@ -52,7 +52,9 @@ def test_drafts_are_right_by_the_rates(
         assert figure["depths"].keys() == ({"3"} if mode in ("on", "wrong") else {"0"}), mode
     assert found["off"]["tokens_a_step"] == found["idle"]["tokens_a_step"] == found["wrong"]["tokens_a_step"] == 1.0
     assert found["idle"]["drafted_runs"] == 0 < found["wrong"]["drafted_runs"]
-    assert found["wrong"]["right_by_position"] == [0, 0, 0] and found["wrong"]["accepted_length"] == 1.0
+    wrong = found["wrong"]
+    assert wrong["drafted_runs"] == wrong["drafted_by_position"][0] >= wrong["drafted_by_position"][2] > 0
+    assert wrong["right_by_position"] == [0, 0, 0] and wrong["accepted_length"] == 1.0
     check_rates(found["on"])
     assert "3, right by the rates" in capsys.readouterr().out
 
