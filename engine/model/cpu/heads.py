@@ -227,15 +227,17 @@ class CpuDraftHead:
         paged = replace(batch.paged, given=())  # adapters are of the target alone
         taken, positions = batch.rows_N.tolist(), paged.positions_N.tolist()
         hidden = self._untaken.gather(taken, positions)
-        states_NE = hidden.final_NE
+        ends = {row: place for place, row in enumerate(taken)}
+        last_S = torch.tensor(list(ends.values()), dtype=torch.int64)
         if self._recurrent is not None:
             assert self.kv is not None
             following_N = self._rows.following(batch.rows_N, paged.positions_N)
             steps = {mixer: ops.prepare(paged) for mixer, ops in self._ops.items()}
-            states_NE = self._recurrent.advance(following_N, self._recurrent.fused(hidden), steps, self.kv)
-        ends = {row: place for place, row in enumerate(taken)}
-        for row, place in ends.items():
-            self._known[row] = _Known(positions[place] + 2, states_NE[place])
+            states_SE = self._recurrent.advance(following_N, self._recurrent.fused(hidden), steps, self.kv, last_S)
+        else:
+            states_SE = hidden.final_NE[last_S]
+        for index, (row, place) in enumerate(ends.items()):
+            self._known[row] = _Known(positions[place] + 2, states_SE[index])
         self._untaken.forget(ends)
 
     def drafts(self, asked: Sequence[DraftAsk]) -> list[list[int]]:

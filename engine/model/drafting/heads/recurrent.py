@@ -101,7 +101,14 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
             x_NX = self._normed(x_NX, self._vectors["fused_norm"])
         return self._ops.linear(x_NX, self._fuse, 0, "fuse")
 
-    def advance(self, tokens_N: Tensor, states_NE: Tensor, steps: Mapping[MixerSpec, Step], kv: Kv) -> Tensor:
+    def advance(
+        self,
+        tokens_N: Tensor,
+        states_NE: Tensor,
+        steps: Mapping[MixerSpec, Step],
+        kv: Kv,
+        last_S: Tensor | None = None,
+    ) -> Tensor:
         """Compute the states of some positions, and write their keys and values into `kv`.
 
         Args:
@@ -109,21 +116,26 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
             states_NE: What `fused` returns of a position, or the state of the position before it; left as it is.
             steps: By mixer, the positions' places in the head's pages, as the device's operations take them.
             kv: The head's pages.
+            last_S: Indices of the positions whose states are wanted, int64; None for all. The others pass no feed.
 
         Returns:
-            States [N, E], for `logits` and for the next position.
+            States [S, E], or [N, E] without `last_S`, for `logits` and for the next position.
         """
         step, ops = steps[self._mixer], self._ops
         e_NE = ops.embed(self._embedded(tokens_N), tokens_N)
         if self.spec.method == "eagle3":
-            stream = self._beside(e_NE, states_NE, step, kv)
+            stream = self._beside(e_NE, states_NE, step, kv, last_S)
         else:
             if self.spec.method == "mtp":
                 e_NE = self._normed(e_NE, self._vectors["token_norm"])
                 states_NE = self._normed(states_NE, self._vectors["state_norm"])
             x_N2E = torch.cat((e_NE.to(states_NE.dtype), states_NE), 1)
             x_NE = ops.linear(x_N2E, self._fuse, 0, "fuse")
-            stream = self._layer(ops, Stream(x_NE), None, step, kv)
+            if last_S is None:
+                stream = self._layer(ops, Stream(x_NE), None, step, kv)
+            else:
+                stream = self._first(ops, Stream(x_NE), None, step, kv).rows(last_S)
+                stream = self._feed(ops, stream, None)
         if self.spec.feeds_back_normed:
             return ops.normed(stream, self._vectors["final_norm"])[0]
         return ops.summed(stream)[0]
@@ -134,13 +146,15 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
             states_SE = self._normed(states_SE, self._vectors["final_norm"])
         return self._target.logits(states_SE) if self._head is None else self._ops.logits(states_SE, self._head)
 
-    def _beside(self, e_NE: Tensor, states_NE: Tensor, step: Step, kv: Kv) -> Stream:
-        """Return the output of a layer whose attention reads token and state side by side."""
+    def _beside(self, e_NE: Tensor, states_NE: Tensor, step: Step, kv: Kv, last_S: Tensor | None) -> Stream:
+        """Return the output of a layer whose attention reads token and state side by side, as `advance` says."""
         ops = self._ops
         normed_NE = self._normed(states_NE, self._vectors["state_norm"])
         token_NE = self._normed(e_NE, self._vectors["token_norm"])
         attended_NE = self._first.result(ops, torch.cat((token_NE, normed_NE), 1), step, kv)
         residual_NE = normed_NE if self.spec.norm_before_residual else states_NE.clone()
+        if last_S is not None:
+            attended_NE, residual_NE = attended_NE[last_S], residual_NE[last_S]
         total_NE = ops.summed(Stream(residual_NE))[1]
         return self._feed(ops, Stream(attended_NE, total_NE), None)
 
