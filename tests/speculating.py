@@ -45,11 +45,17 @@ class Oracle:
         self._chance = random.Random(3)
 
     def __call__(self, tokens: Sequence[int], most: int) -> list[int]:
-        for known in self.known:
-            if known[: len(tokens)] == tokens:
-                drafts = known[len(tokens) : len(tokens) + most]
-                return [(id + 1) % 257 if self._chance.random() < self._wrong else id for id in drafts]
-        return []
+        matching = [known for known in self.known if known[: len(tokens)] == tokens]
+        places = range(len(tokens), min(len(tokens) + most, len(matching[0]))) if matching else ()
+        return [self._draft(place, matching) for place in places]
+
+    def _draft(self, place: int, matching: list[list[int]]) -> int:
+        """Draft the token at a place; a wrong one is wrong for all answers that begin in the same way."""
+        right = matching[0][place]
+        if self._chance.random() >= self._wrong:
+            return right
+        possible = {known[place] for known in matching if place < len(known)}
+        return next(id % 257 for id in range(right + 1, right + 257) if id % 257 not in possible)
 
 
 def options(**more: Any) -> dict[str, Any]:

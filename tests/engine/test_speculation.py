@@ -49,6 +49,9 @@ ASKED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+_WITH_GRAMMARS = [index for index, asked in enumerate(ASKED) if "response_format" in asked]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_folder(tmp_path_factory.mktemp("speculation"))
@@ -120,8 +123,9 @@ def test_drafts_change_nothing(
             assert 0 < counts.drafted_tokens <= guesser.count
             if name == "right":
                 assert counts.accepted_tokens > 0.8 * counts.drafted_tokens
-            if name == "always wrong":
-                assert counts.accepted_tokens == 0
+            if name == "always wrong":  # what a grammar forces is drafted in place of guesses, and right
+                forced = 2 * sum(alone[index].usage.completion_tokens for index in _WITH_GRAMMARS)
+                assert counts.accepted_tokens <= forced < counts.drafted_tokens / 5
             if "kv_memory" in more:
                 assert counts.preemptions > 0
             if "swap_memory" in more:
