@@ -141,6 +141,35 @@ def _mixed_compressed(module: str) -> Writer:
     return ct_words(4, 32, zeros=True) if "mlp" in module else fp8("weight_scale", "channel", torch.bfloat16)
 
 
+_BLOCKS_OF_MODELOPT = {"quantization": {"quant_algo": "fp8_pb_wo", "exclude_modules": ["lm_head"]}}
+_ALGORITHMS = {
+    **{f"self_attn.{part}_proj": "FP8_PB_WO" for part in "qkv"},
+    "self_attn.o_proj": "FP8_PB",
+    "mlp.gate_proj": "NVFP4",
+    "mlp.up_proj": "NVFP4",
+    "mlp.down_proj": "FP8",
+}
+_MIXED_MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        f"model.layers.{layer}.{name}": {"quant_algo": algorithm}
+        for layer in range(CONFIG["num_hidden_layers"])
+        for name, algorithm in _ALGORITHMS.items()
+    },
+}
+
+
+def _mixed_modelopt(module: str) -> Writer:
+    writers = {
+        "FP8_PB_WO": fp8("weight_scale", "spread block"),
+        "FP8_PB": fp8("weight_scale_inv", "block"),
+        "NVFP4": nvfp4("weight", "weight_scale_2", divides=False),
+        "FP8": fp8("weight_scale", "tensor", extra="input_scale"),
+    }
+    return plain if module == "lm_head" else writers[_ALGORITHMS[module.split(".", 3)[3]]]
+
+
 CASES: Mapping[str, Case] = {
     "fp8 blocks": _case(_BLOCKS, fp8("weight_scale_inv", "block"), "fp8-128x128"),
     "fp8 blocks in bfloat16": _case(_BLOCKS, fp8("weight_scale_inv", "block", torch.bfloat16), "fp8-128x128"),
@@ -160,6 +189,10 @@ CASES: Mapping[str, Case] = {
         nvfp4("weight", "weight_scale_2", divides=False),
         "nvfp4",
     ),
+    "modelopt fp8 blocks": _case(
+        _BLOCKS_OF_MODELOPT, fp8("weight_scale", "spread block"), "fp8-128x128", file="hf_quant_config.json"
+    ),
+    "modelopt mixture": Case(_MIXED_MODELOPT, _mixed_modelopt, frozenset(("fp8-128x128", "nvfp4", "fp8"))),
     "compressed fp8 channels": _case(
         _compressed("float-quantized", **_FP8, strategy="channel"),
         fp8("weight_scale", "channel", torch.bfloat16),

@@ -79,7 +79,10 @@ def plain(rng: np.random.Generator, outs: int, ins: int) -> Written:
 def fp8(
     scale: str, shape: str, dtype: torch.dtype = torch.float32, block: int = 128, extra: str | None = None
 ) -> Writer:
-    """8-bit floats whose scale has the name `scale` and is that of a tensor, channel or block."""
+    """8-bit floats whose scale has the name `scale` and is that of a tensor, channel or block.
+
+    "spread block" is a block as ModelOpt writes it, in four dimensions.
+    """
 
     def write(rng: np.random.Generator, outs: int, ins: int) -> Written:
         codes = rng.integers(0, 256, (outs, ins)).astype(np.uint8)
@@ -90,16 +93,19 @@ def fp8(
             "channel": (outs, 1),
             "row": (outs,),
             "block": (-(-outs // block), -(-ins // block)),
+            "spread block": (-(-outs // block), -(-ins // block)),
         }
         if dtype == torch.float8_e8m0fnu:
             exponents = rng.integers(114, 118, sizes[shape]).astype(np.uint8)
             stored, values = tensor(exponents).view(dtype), np.exp2(exponents - 127.0).astype(np.float32)
         else:
             stored, values = scales(rng, sizes[shape], 0.0006, dtype)
-        if shape == "block":
+        if shape.endswith("block"):
             values = values[np.arange(outs)[:, None] // block, np.arange(ins) // block]
         elif shape == "row":
             values = values[:, None]
+        if shape == "spread block":
+            stored = stored[:, None, :, None]
         tensors = {"weight": tensor(codes).view(torch.float8_e4m3fn), scale: stored}
         if extra is not None:
             tensors[extra] = torch.tensor(0.1)

@@ -24,9 +24,9 @@ COUNT = 32
 MARGIN = 1e-2
 PROMPTS = [[5, 17, 40, 3], [60, 2, 2, 33]]
 NAMES = (
-    "fp8 blocks", "modelopt fp8", "modelopt nvfp4", "compressed int8 with zeros", "compressed int4 in an order",
-    "compressed nvfp4", "compressed mixture", "gptq v2 in an order", "gptq with rules", "awq", "auto-round mixture",
-    "mxfp4", "bitsandbytes nf4", "bitsandbytes int8",
+    "fp8 blocks", "modelopt fp8", "modelopt mixture", "modelopt nvfp4", "compressed int8 with zeros",
+    "compressed int4 in an order", "compressed nvfp4", "compressed mixture", "gptq v2 in an order", "gptq with rules",
+    "awq", "auto-round mixture", "mxfp4", "bitsandbytes nf4", "bitsandbytes int8",
 )  # fmt: skip
 """At least one checkpoint in each format, and the mixtures."""
 PACKED = (

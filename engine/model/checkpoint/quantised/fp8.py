@@ -36,7 +36,10 @@ _MOST_IN_BLOCK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Fp8Layout:
-    """`X.weight` in e4m3 with `X.weight_scale_inv` or `X.weight_scale`, which multiplies it despite the first name."""
+    """`X.weight` in e4m3 with `X.weight_scale_inv` or `X.weight_scale`, which multiplies it despite the first name.
+
+    Scales of blocks are [blocks of outputs, blocks of inputs], or [.., 1, .., 1] as ModelOpt writes them.
+    """
 
     block: tuple[int, int] | None = None
     """Outputs and inputs of a block. None: one scale for all outputs, or one for each."""
@@ -61,7 +64,9 @@ class Fp8Layout:
         outs, ins = shape
         format = Fp8(self.block)
         grid = format.parts(shape)["scale"].shape
-        shapes = [grid] if self.block is not None else [(), (1,), (1, 1), (outs,), (outs, 1)]
+        shapes = [(), (1,), (1, 1), (outs,), (outs, 1)]
+        if self.block is not None:
+            shapes = [grid, (grid[0], 1, grid[1], 1)]
         expect(files, scales[0], shapes, (*FLOATS, *_EXPONENTS), weight)
         is_one = self.block is None and files.shapes[scales[0]] in ((), (1,), (1, 1))
 

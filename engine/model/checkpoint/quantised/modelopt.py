@@ -1,4 +1,8 @@
-"""Reads configs of ModelOpt, of config.json or hf_quant_config.json: FP8, NVFP4 and mixtures of both."""
+"""Reads configs of ModelOpt, of config.json or hf_quant_config.json: FP8, its blocks, NVFP4 and mixtures of these.
+
+The names of algorithms are those of ModelOpt's exporter (`modelopt/torch/export/quant_utils.py`); FP8_PB is what newer
+versions call blocks of 8-bit floats.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,12 @@ from headrace.engine.model.checkpoint.quantised.rules import Layout, Rules, obje
 
 __all__ = ["ALGORITHMS", "parse"]
 
+_BLOCKS = Fp8Layout((128, 128))
 _LAYOUTS: Mapping[str, Layout] = {
     "FP8": Fp8Layout(),
     "FP8_PER_CHANNEL_PER_TOKEN": Fp8Layout(),
+    "FP8_PB_WO": _BLOCKS,
+    "FP8_PB": _BLOCKS,
     "NVFP4": MODELOPT_NVFP4,
 }
 _MIXED = "MIXED_PRECISION"
@@ -43,9 +50,10 @@ def parse(fields: Fields, _modules: frozenset[str]) -> Rules:
 
 def _layout(fields: Fields) -> Layout:
     algorithm = fields.data.get("quant_algo")
-    if not isinstance(algorithm, str) or algorithm not in _LAYOUTS:
+    layout = _LAYOUTS.get(algorithm.upper()) if isinstance(algorithm, str) else None  # some versions write fp8_pb_wo
+    if layout is None:
         fields.refuse("quant_algo", ", ".join(ALGORITHMS))
-    return _LAYOUTS[algorithm]
+    return layout
 
 
 def _covers(pattern: str, module: str) -> bool:
