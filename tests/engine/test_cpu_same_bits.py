@@ -102,8 +102,9 @@ def check_crowd(model: Path, vocabulary: int) -> None:
     anyio.run(run)
 
 
-def test_so_have_quantised_checkpoints_among_64_rows(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, CASES["compressed int4 groups with zeros"])
+@pytest.mark.parametrize("name", ["compressed int4 groups with zeros", "gptq v2 in an order"])
+def test_so_have_quantised_checkpoints_among_64_rows(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES[name])
     check_crowd(tmp_path, CHECKPOINT["vocab_size"])
 
 

@@ -42,6 +42,8 @@ FORMATS = (
     IntGroups(4, 32, zeros=True, scale=torch.float16),
     IntGroups(8, None, scale=torch.bfloat16),
     IntGroups(8, 384, zeros=True),
+    IntGroups(4, 64, zeros=True, ordered=True),
+    IntGroups(8, 384, ordered=True),
 )
 
 
@@ -70,6 +72,8 @@ def stored(kind: Kind | Format, outs: int = OUTS, ins: int = INS) -> Stored:
     torch.manual_seed(0)
 
     def random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if dtype is torch.int32:
+            return torch.randperm(*shape, dtype=dtype)
         if dtype is torch.uint8:
             return torch.randint(0, 16 if isinstance(kind, Int4Groups) else 256, shape, dtype=dtype)
         return (torch.randn(shape) / 99).to(dtype)
@@ -91,11 +95,17 @@ def product(linear: NativeLinear, x: Tensor, level: int, threads: int = 1) -> Te
     return y
 
 
-def with_rounded_activations(x: Tensor) -> Tensor:
-    """What the kernels make of activations: 8-bit codes in groups of 32, times the group's scale; float64."""
+def with_rounded_activations(x: Tensor, order: Tensor | None = None) -> Tensor:
+    """What the kernels make of activations: 8-bit codes in groups of 32, times the group's scale; float64.
+
+    With an order groups are of inputs in that order.
+    """
+    if order is not None:
+        return with_rounded_activations(x[:, order])[:, order.argsort()]
     groups = x.unflatten(-1, (-1, 32))
     largest = groups.abs().amax(-1, keepdim=True)
-    codes = torch.round(groups * torch.where(largest > 0, 127 / largest, 0))
+    inverse = torch.full_like(largest, 127) / largest  # torch divides a number by a tensor in two roundings
+    codes = torch.round(groups * torch.where(largest > 0, inverse, 0))
     return (codes.double() * (largest / 127).double()).flatten(-2)
 
 
@@ -124,7 +134,8 @@ def test_blocks_are_the_numbers_of_the_package(kind: Kind) -> None:
 def test_products_are_those_of_exact_integers(kind: Kind | Format, level: int) -> None:
     torch.manual_seed(1)
     weight, bias, x = stored(kind), torch.randn(OUTS), torch.randn(max(ROWS), INS)
-    expected = with_rounded_activations(x) @ as_integers(weight).dense(torch.float64).T + bias.double()
+    rounded = with_rounded_activations(x, weight.parts.get("order"))
+    expected = rounded @ as_integers(weight).dense(torch.float64).T + bias.double()
     found = product(packed(weight, bias), x, level)
     # What is left is the rounding of 16 float32 additions.
     assert (found - expected).abs().amax() < 4e-6 * expected.abs().amax()
@@ -192,11 +203,32 @@ def test_matrices_of_several_formats_multiply_as_one() -> None:
     assert torch.equal(product(linear, x, levels()[-1]), torch.cat(found, 1))
 
 
+def test_matrices_with_orders_of_their_own_multiply_as_one() -> None:
+    """Two orders, one of them twice, beside columns as the inputs are and a dense matrix."""
+    ordered = IntGroups(4, 64, ordered=True)
+    first, second = stored(ordered), stored(ordered, 40)
+    again = Stored(ordered, first.shape, {**first.parts, "order": first.parts["order"].clone()})
+    natural, dense = stored(IntGroups(4, 64)), Stored.from_dense(torch.randn(20, INS).bfloat16())
+    assert not torch.equal(first.parts["order"], second.parts["order"])
+    pieces, x = [natural, first, second, dense, again], torch.randn(70, INS)
+    apart = [NativeDenseKernel().pack(piece, None, torch.bfloat16) for piece in pieces]
+    together = NativeDenseKernel().pack(Stored.stack(pieces), None, torch.bfloat16)
+    assert isinstance(together, NativeLinear)
+    for level in levels():
+        for rows in (1, 9, 70):
+            found = [product(each, x[:rows], level) for each in apart if isinstance(each, NativeLinear)]
+            assert torch.equal(product(together, x[:rows], level), torch.cat(found, 1))
+            assert torch.equal(product(together, x[:rows], level, threads=3), torch.cat(found, 1))
+    some = torch.tensor([5, 0, 39])
+    assert torch.equal(packed(second).read_rows(some), second.rows(some, torch.float32))
+    (kept,) = NativeKernel().kept(second, torch.bfloat16)
+    assert packed(second).nbytes == kept.nbytes
+
+
 @pytest.mark.parametrize(
     ("format", "ins", "reason"),
     [
         (Fp8(), 64, "multiplies by blocks of GGUF and by groups of integers, not by fp8"),
-        (IntGroups(4, 64, ordered=True), 64, "takes columns in their own order alone"),
         (IntGroups(4, 48), 96, "takes groups of a multiple of 32 inputs, not of 48"),
         (IntGroups(8, None), 80, "takes inputs in a multiple of 32, not 80"),
     ],

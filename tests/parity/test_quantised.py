@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_families import Metadata, Tensors, random_model, write_gguf
 from quantised_checkpoints import CASES, CONFIG, products, write_checkpoint
 from quantised_layouts import plain
+from safetensors.torch import load_file, save_file
 from tokenizer_files import byte_metadata
 from torch import Tensor
 
@@ -31,7 +32,8 @@ NAMES = (
 """At least one checkpoint in each format, and the mixtures."""
 PACKED = (
     "compressed int8 with zeros", "compressed int4 groups with zeros", "compressed int4 channels",
-    "compressed int8 words", "gptq", "gptq of 8 bits", "gptq with rules", "awq", "auto-round", "bitsandbytes int8",
+    "compressed int4 in an order", "compressed int8 words", "gptq", "gptq v2 in an order", "gptq of 8 bits",
+    "gptq with rules", "awq", "auto-round", "bitsandbytes int8",
 )  # fmt: skip
 """Checkpoints whose integers a CPU's kernels multiply by."""
 KINDS = {
@@ -39,6 +41,9 @@ KINDS = {
     Kind.Q5_K: "q5_k", Kind.Q6_K: "q6_k", Kind.IQ4_XS: "int8-g32",
 }  # fmt: skip
 """Kinds of GGUF's blocks, and the formats that the kernels have them in."""
+NORM, SMALLER = "model.norm.weight", 8
+"""The norm that logits grow with, and how much smaller it is than in other tests. One code of an activation more or
+less, which the last bits of float32 decide, moves logits by some 4 %, which is then less than `MARGIN`."""
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="no C compiler, or a processor without AVX2")
 
@@ -112,22 +117,27 @@ def in_halves(x: Tensor) -> Tensor:
     return x.bfloat16().to(x.dtype)
 
 
-def in_eight_bits(x: Tensor) -> Tensor:
-    """Activations as the kernels round them: codes from -127 to 127 times the scale of each 32 of them."""
+def in_eight_bits(x: Tensor, order: Tensor | None = None) -> Tensor:
+    """Activations as the kernels round them: codes from -127 to 127 times the scale of each 32 of them.
+
+    With an order of columns, 32 of them stand together there.
+    """
+    if order is not None:
+        return in_eight_bits(x[..., order])[..., order.argsort()]
     groups = x.unflatten(-1, (-1, 32))
     scale = groups.abs().amax(-1, keepdim=True) / 127
     return (torch.round(groups / torch.where(scale > 0, scale, 1)) * scale).flatten(-2)
 
 
-def round_inputs(model: Any, dense: set[str]) -> None:
-    """Let each linear layer of a model round its inputs as the CPU's kernels do; those named are not quantised."""
+def round_inputs(model: Any, dense: set[str], orders: dict[str, Tensor]) -> None:
+    """Let each linear layer of a model round its inputs as the CPU's kernels do; those of `dense` are not quantised."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            rounded = in_halves if name in dense else in_eight_bits
+            rounded = in_halves if name in dense else partial(in_eight_bits, order=orders.get(name))
             module.register_forward_pre_hook(lambda _, args, rounded=rounded: (rounded(args[0]),))
 
 
-def check_rounded(model: Any, dense: set[str], answers: list[Choice]) -> None:
+def check_rounded(model: Any, dense: set[str], orders: dict[str, Tensor], answers: list[Choice]) -> None:
     """Assert that answers are those of a model whose inputs are rounded, and not those of the model as it is."""
     found = tokens(answers)
 
@@ -140,7 +150,7 @@ def check_rounded(model: Any, dense: set[str], answers: list[Choice]) -> None:
         return float((logprobs.gather(-1, ids) - said).abs().mean())
 
     far = distance(logits_of(model, found))
-    round_inputs(model, dense)
+    round_inputs(model, dense, orders)
     logits = logits_of(model, found, HalfCache())
     check_tokens(logits, found)
     assert distance(logits) < far / 2
@@ -151,10 +161,16 @@ def check_rounded(model: Any, dense: set[str], answers: list[Choice]) -> None:
 def test_packed_weights_give_what_transformers_does_with_rounded_inputs(name: str, tmp_path: Path) -> None:
     """By default, where weights stay packed and activations have 8 bits in groups of 32."""
     state = write_checkpoint(tmp_path, CASES[name])
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[NORM], state[NORM] = stored[NORM] / SMALLER, state[NORM] / SMALLER
+    save_file(stored, tmp_path / "model.safetensors")
     formats, answers = generated(tmp_path)
     assert formats - {"bfloat16"} == CASES[name].formats - {"float32"}
     dense = {module for module in products() if CASES[name].writer(module) is plain}
-    check_rounded(model_of(state), dense, answers)
+    groups = {name: each for name, each in stored.items() if name.endswith("g_idx")}
+    orders = {name.rpartition(".")[0]: group_of.argsort(stable=True) for name, group_of in groups.items()}
+    assert ("order" in name) == any("-ordered" in each for each in formats)
+    check_rounded(model_of(state), dense, orders, answers)
 
 
 def with_tokenizer(metadata: Metadata, _tensors: Tensors) -> None:
@@ -169,12 +185,12 @@ def test_packed_blocks_give_what_transformers_does_with_rounded_inputs(kind: Kin
         tie_word_embeddings=False,
     )  # fmt: skip
     for name, parameter in model.named_parameters():
-        if "norm" in name:  # small logits, since one code more or less, as float32 decides, moves them by some 4 %
-            parameter.data = in_halves(parameter.data / (8 if name == "model.norm.weight" else 1))
+        if "norm" in name:
+            parameter.data = in_halves(parameter.data / (SMALLER if name == NORM else 1))
     # Codes of embeddings are whole numbers, which would often lie between two codes of activations.
     kinds = {"token_embd.weight": Kind.BF16}
     numbers = write_gguf(model, tmp_path / "model.gguf", with_tokenizer, kind=kind, kinds=kinds)
     model.load_state_dict(numbers, strict=False)
     formats, answers = generated(tmp_path / "model.gguf")
     assert formats == {KINDS[kind]}
-    check_rounded(in_doubles(model), set(), answers)
+    check_rounded(in_doubles(model), set(), {}, answers)

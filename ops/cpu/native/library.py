@@ -52,7 +52,7 @@ class MatrixStruct(Structure):
     """`Matrix` of native.h."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("outs", "ins", "bits", "scale", "zero", "shared")),
+        *((name, c_int32) for name in ("outs", "ins", "bits", "scale", "zero", "shared", "order")),
         *((name, c_void_p) for name in ("codes", "scales", "supers")),
     ]
 
@@ -61,8 +61,9 @@ class LinearStruct(Structure):
     """`Linear` of native.h."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("count", "outs", "ins", "reads")),
+        *((name, c_int32) for name in ("count", "outs", "ins", "reads", "count_orders")),
         ("matrices", POINTER(MatrixStruct)),
+        ("orders", POINTER(c_void_p)),
         ("bias", c_void_p),
     ]
 

@@ -1,13 +1,15 @@
 """Product kernels in C: pack stored weights for them, and multiply; never choose between kernels.
 
-`NativeKernel` multiplies 4- to 8-bit weights with activations in 8 bits, one scale for 32 of them. `NativeDenseKernel`
-multiplies bfloat16 and float32 weights with activations of the same dtype. Both sum in float32, and compute every row
-alike, however many there are.
+`NativeKernel` multiplies 4- to 8-bit weights with activations in 8 bits, one scale for 32 of them. Where columns have
+an order of their own, activations are put in that order before they are rounded. `NativeDenseKernel` multiplies
+bfloat16 and float32 weights with activations of the same dtype. Both sum in float32, and compute every row alike,
+however many there are.
 """
 
 from __future__ import annotations
 
 import threading
+from ctypes import c_void_p
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -63,6 +65,8 @@ class _Matrix(NamedTuple):
 
     struct: MatrixStruct
     kept: tuple[Tensor, ...]
+    order_I: Tensor | None = None
+    """Input of each column, int32; None where columns are as the inputs are."""
 
 
 class NativeLinear:
@@ -78,11 +82,17 @@ class NativeLinear:
         """Number of outputs."""
         self.ins: int = matrices[0].struct.ins
         """Number of inputs."""
+        self._orders: list[Tensor | None] = []
         reads = 0
-        for matrix in matrices:
-            reads |= _READS.get(matrix.struct.scale, _READS_CODES)
+        for struct, matrix in zip(self._structs, matrices, strict=True):
+            needs = _READS.get(struct.scale, _READS_CODES)
+            reads |= needs
+            if needs == _READS_CODES:
+                struct.order = _index_in(self._orders, matrix.order_I)
+        orders = (c_void_p * len(self._orders))(*(None if each is None else each.data_ptr() for each in self._orders))
+        sizes = len(matrices), self.outs, self.ins, reads, len(self._orders)
         bias = None if self._bias_O is None else self._bias_O.data_ptr()
-        self.struct = LinearStruct(len(matrices), self.outs, self.ins, reads, self._structs, bias)
+        self.struct = LinearStruct(*sizes, self._structs, orders, bias)
         """The weight as the C interface takes it."""
 
     def __call__(self, x_NI: Tensor) -> Tensor:
@@ -115,7 +125,8 @@ class NativeLinear:
         kernels = library()
         assert kernels is not None
         kernels.headrace_read_rows(self._structs, ids_N.data_ptr(), len(ids_N), rows_NI.data_ptr())
-        return rows_NI
+        order_I = self._orders[0] if self._orders else None
+        return rows_NI if order_I is None else rows_NI[:, order_I.argsort()]
 
 
 class NativeKernel:
@@ -214,8 +225,6 @@ def _refuses_format(format: Format) -> str | None:
     """Return why the kernels multiply by no matrix of a format as it is stored; None if they do."""
     if not isinstance(format, GgufBlocks | Int4Groups | IntGroups):
         return f"multiplies by blocks of GGUF and by groups of integers, not by {format.name}"
-    if isinstance(format, IntGroups) and format.ordered:
-        return "takes columns in their own order alone"
     if isinstance(format, Int4Groups | IntGroups) and (format.group or 0) % _GROUP:
         return f"takes groups of a multiple of {_GROUP} inputs, not of {format.group}"
     return None
@@ -245,7 +254,16 @@ def _allocate(weight: Stored, layout: _Layout, shared: int = 1) -> _Matrix:
     is_filled = layout.scale >= _DENSE_BF16 and outs % _STRIP == 0 and ins % 2 == 0
     make = torch.empty if is_filled else torch.zeros
     kept = tuple(make(size, dtype=torch.uint8) for size in _sizes(weight, layout, shared))
-    return _Matrix(MatrixStruct(outs, ins, *layout, shared, *(each.data_ptr() for each in kept)), kept)
+    return _Matrix(MatrixStruct(outs, ins, *layout, shared, 0, *(each.data_ptr() for each in kept)), kept)
+
+
+def _index_in(orders: list[Tensor | None], order_I: Tensor | None) -> int:
+    """Return the place of an order among others, to which it is added if it is none of them."""
+    for place, other_I in enumerate(orders):
+        if order_I is other_I or (order_I is not None and other_I is not None and torch.equal(order_I, other_I)):
+            return place
+    orders.append(order_I)
+    return len(orders) - 1
 
 
 def _layout_of(format: Format, ins: int) -> tuple[_Layout, int]:
@@ -264,8 +282,9 @@ def _keeps_codes(weight: Stored, dtype: torch.dtype) -> bool:
 
 
 def _kept(weight: Stored) -> KeptWeight:
-    format = integers_of(weight.format)
-    return KeptWeight(format.name, sum(_sizes(weight, *_layout_of(format, weight.shape[-1]))))
+    format, ins = integers_of(weight.format), weight.shape[-1]
+    order = 4 * ins if isinstance(format, IntGroups) and format.ordered else 0
+    return KeptWeight(format.name, sum(_sizes(weight, *_layout_of(format, ins))) + order)
 
 
 def _packed(weight: Stored) -> _Matrix:
@@ -290,7 +309,8 @@ def _packed(weight: Stored) -> _Matrix:
         parts = [part.contiguous() for part in parts]
     pointers = [part.data_ptr() for part in parts]
     kernels.headrace_pack_codes(matrix.struct, *pointers, *[None] * (3 - len(pointers)))
-    return matrix
+    order_I = weight.parts.get("order")
+    return matrix if order_I is None else _Matrix(matrix.struct, (*matrix.kept, order_I), order_I)
 
 
 def _dense(weight: Stored, dtype: torch.dtype) -> _Matrix:

@@ -9,6 +9,7 @@ from typing import Any
 
 import fallback_models
 import pytest
+import torch
 from quantised_checkpoints import CASES
 
 from headrace.engine.model.checkpoint.gguf_header import KINDS
@@ -25,6 +26,10 @@ from headrace.engine.model.families.registry import FAMILIES
 from headrace.engine.model.families.text_parts import MULTIMODAL
 from headrace.engine.tokens.gguf import PRE_TOKENIZERS
 from headrace.engine.tools.registry import format_names
+from headrace.ops.cpu.native.library import library
+from headrace.ops.cpu.native.linear import NativeKernel
+from headrace.ops.formats import Format, Stored
+from headrace.ops.quantised import Float4Groups, Fp8, IntGroups, Table4
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of is not ours to fix
 
@@ -34,8 +39,8 @@ PLAIN = "float32"
 
 def rows() -> dict[str, tuple[str, set[str]]]:
     """What is read and the formats that it is kept in, by the quant_method."""
-    lines = (ROOT / "docs/models.md").read_text().splitlines()
-    lines = lines[lines.index("## Quantised safetensors") :]
+    text = (ROOT / "docs/models.md").read_text()
+    lines = text.partition("\n## Quantised safetensors")[2].partition("\n###")[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| `")][1:]
     return {method.strip("`"): (read, set(kept.strip("` ").split("`, `"))) for method, read, kept in cells}
 
@@ -118,6 +123,33 @@ def test_the_table_says_as_what_each_checkpoint_is_kept() -> None:
         names = {name if name.startswith("fp8") else name.split("-")[0] for name in case.formats - {PLAIN}}
         kept[method] = kept.get(method, set()) | names
     assert kept == {method: formats for method, (_, formats) in rows().items()}
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler, or a processor without AVX2")
+def test_the_table_says_what_a_cpu_keeps() -> None:
+    """Which formats the kernels multiply by, and the bits that they take, of 1,024 by 1,024 weights."""
+    formats = (
+        IntGroups(4, 128), IntGroups(8, None), Fp8(), Fp8((128, 128)), Float4Groups("e8m0"), Float4Groups("e4m3"),
+        Table4(),
+    )  # fmt: skip
+    dense = {each.name.split("-g")[0] for each in formats if NativeKernel().refuses(on_meta(each), torch.bfloat16)}
+    lines = (ROOT / "docs/models.md").read_text().partition("### What a CPU keeps")[2].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| `")]
+    becomes = {name: kept for named, kept, _ in cells for name in named_in(named)}
+    assert {name for name, kept in becomes.items() if kept == "bfloat16"} == dense
+    assert becomes.keys() == {name for _, kept in rows().values() for name in kept}
+
+    def bits(format: Format) -> float:
+        (kept,) = NativeKernel().kept(on_meta(format), torch.bfloat16)
+        return kept.nbytes * 8 / 1024**2
+
+    found = [bits(IntGroups(4, group, zeros=zeros)) for group in (128, 32) for zeros in (False, True)]
+    assert f"{found[0]:g} and {found[1]:g} for 128, {found[2]:g} and {found[3]:g} for 32" in cells[0][2]
+    assert bits(IntGroups(8, None)) == 8 + 32 / 1024
+
+
+def on_meta(format: Format) -> Stored:
+    return Stored.allocate(format, (1024, 1024), lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def test_the_guide_and_the_readme_name_the_kinds_of_gguf() -> None:

@@ -28,13 +28,11 @@ static void do_gathered(void *argument, int chunk, int worker) {
     (void)worker;
     int rows = j->starts[j->groups], from = edge(rows, j->chunks, chunk), to = edge(rows, j->chunks, chunk + 1);
     for (int group = 0; group < j->groups; group++) {
-        int first = j->starts[group], last = j->starts[group + 1], reads = j->linears[group]->reads;
+        int first = j->starts[group], last = j->starts[group + 1];
         Activations a = of_group(j, group);
         for (int row = first > from ? first : from; row < (last < to ? last : to); row++) {
             const float *x = j->x + (size_t)(j->gather ? j->gather[row] : row) * (size_t)j->a.ins;
-            if (reads & READS_CODES) j->c->kernels->quantise(x, &a, row - first, last - first);
-            if (reads & (READS_FLOATS | READS_HALVES))
-                j->c->kernels->tile_floats(x, &a, row - first, last - first, reads & READS_HALVES);
+            prepare_row(j->c->kernels, j->linears[group], &a, x, row - first, last - first);
         }
     }
 }
@@ -67,13 +65,14 @@ EXPORT int headrace_grouped(Context *c, const Linear *const *linears, int groups
                             const int64_t *gather, const float *x, float *y) {
     GroupedJob j = {.c = c, .linears = linears, .starts = starts, .gather = gather, .x = x, .y = y, .groups = groups,
                     .a.ins = linears[0]->ins};
-    int reads = 0, rows = starts[groups];
+    int reads = 0, orders = 1, rows = starts[groups];
     for (int group = 0; group < groups; group++) {
         if (starts[group + 1] == starts[group]) continue;
         reads |= linears[group]->reads;
+        orders = linears[group]->count_orders > orders ? linears[group]->count_orders : orders;
         j.blocks += blocks_in(linears[group]);
     }
-    if (make_room(c, &j.a, reads, rows)) return -1;
+    if (make_room(c, &j.a, reads, orders, rows)) return -1;
     j.chunks = chunks_of(c, rows, 1);
     pool_run(c->pool, do_gathered, &j, j.chunks);
     j.chunks = chunks_of(c, j.blocks, 12);

@@ -40,7 +40,7 @@ typedef struct {
 typedef struct {
     void (*block)(const Matrix *, int, const Activations *, int, const float *, float *, size_t, int);
     void (*dense)(const Matrix *, int, int, const Activations *, int, const float *, float *, size_t, int);
-    void (*quantise)(const float *, const Activations *, int, int);
+    void (*quantise)(const float *, const int32_t *, const Activations *, int, int);
     void (*norm)(const float *, const float *, int, float, float *);
     void (*silu_mul)(const float *, const float *, int, float *);
     void (*gelu_tanh)(const float *, int, float *);
@@ -211,8 +211,18 @@ typedef struct {
     float eps;
     float *normed; // NULL without a norm
     Activations a;
-    int reads, rows, chunks;
+    const Linear *l; // what multiplies the rows next; NULL for nothing
+    int rows, chunks;
 } RowsJob;
+
+// Make of a row what a product by `l` reads of it.
+static void prepare_row(const Kernels *kernels, const Linear *l, const Activations *a, const float *x, int row, int rows) {
+    for (int i = 0; l->reads & READS_CODES && i < l->count_orders; i++) {
+        Activations ordered = in_order(a, i);
+        kernels->quantise(x, l->orders[i], &ordered, row, rows);
+    }
+    if (l->reads & (READS_FLOATS | READS_HALVES)) kernels->tile_floats(x, a, row, rows, l->reads & READS_HALVES);
+}
 
 static void do_rows(void *argument, int chunk, int worker) {
     RowsJob *j = argument;
@@ -231,20 +241,19 @@ static void do_rows(void *argument, int chunk, int worker) {
             j->c->kernels->norm(x, j->weight, size, j->eps, normed);
             x = normed;
         }
-        if (j->reads & READS_CODES) j->c->kernels->quantise(x, &j->a, row, j->rows);
-        if (j->reads & (READS_FLOATS | READS_HALVES))
-            j->c->kernels->tile_floats(x, &j->a, row, j->rows, j->reads & READS_HALVES);
+        if (j->l) prepare_row(j->c->kernels, j->l, &j->a, x, row, j->rows);
     }
 }
 
-// Give activations the memory that products which read them need. -1 without memory.
-static int make_room(Context *c, Activations *a, int reads, int count) {
-    size_t rows = (size_t)count, groups = (size_t)a->ins / GROUP;
+// Give activations the memory that products which read them need, in `orders` orders. -1 without memory.
+static int make_room(Context *c, Activations *a, int reads, int orders, int count) {
+    size_t rows = (size_t)count, coded = rows * (size_t)orders, groups = (size_t)a->ins / GROUP;
+    a->rows = count;
     if (reads & READS_CODES) {
-        a->codes = buffer(c, CODES, rows * (size_t)a->ins);
-        a->scales = buffer(c, SCALES, rows * groups * 4);
-        a->sums = buffer(c, SUMS, rows * groups * 4);
-        a->halves = buffer(c, HALVES, rows * groups * 8);
+        a->codes = buffer(c, CODES, coded * (size_t)a->ins);
+        a->scales = buffer(c, SCALES, coded * groups * 4);
+        a->sums = buffer(c, SUMS, coded * groups * 4);
+        a->halves = buffer(c, HALVES, coded * groups * 8);
         if (!a->codes || !a->scales || !a->sums || !a->halves) return -1;
     }
     if (reads & (READS_FLOATS | READS_HALVES)) {
@@ -255,7 +264,7 @@ static int make_room(Context *c, Activations *a, int reads, int count) {
 }
 
 static int prepare_rows(RowsJob *j) {
-    if (make_room(j->c, &j->a, j->reads, j->rows)) return -1;
+    if (j->l && make_room(j->c, &j->a, j->l->reads, j->l->count_orders, j->rows)) return -1;
     j->chunks = chunks_of(j->c, j->rows, 1);
     pool_run(j->c->pool, do_rows, j, j->chunks);
     return 0;
@@ -288,9 +297,11 @@ static void product_blocks(const ProductJob *j, int from, int to) {
         int last = to < before + blocks ? to - before : blocks;
         if (m->scale >= DENSE_BF16 && first < last)
             j->c->kernels->dense(m, first, last, j->a, j->rows, bias, j->y + outs, j->stride, j->adds);
-        else
+        else if (first < last) {
+            Activations a = in_order(j->a, m->order);
             for (int b = first; b < last; b++)
-                j->c->kernels->block(m, b, j->a, j->rows, bias, j->y + outs, j->stride, j->adds);
+                j->c->kernels->block(m, b, &a, j->rows, bias, j->y + outs, j->stride, j->adds);
+        }
         before += blocks, outs += m->outs;
     }
 }
@@ -310,7 +321,7 @@ static void multiply(Context *c, const Linear *l, const Activations *a, int rows
 
 // y = x W^T + bias; added to what lies in y if `adds`. x [rows][ins], y [rows][outs], float32. -1 without memory.
 EXPORT int headrace_linear(Context *c, const Linear *l, const float *x, int rows, float *y, int adds) {
-    RowsJob j = {.c = c, .x = x, .reads = l->reads, .rows = rows, .a.ins = l->ins};
+    RowsJob j = {.c = c, .x = x, .l = l, .rows = rows, .a.ins = l->ins};
     if (prepare_rows(&j)) return -1;
     multiply(c, l, &j.a, rows, y, adds);
     return 0;
@@ -419,7 +430,7 @@ EXPORT int headrace_attend(Context *c, const Heads *h, const Step *step, int lay
     float *qkv = buffer(c, WIDE_ROWS, (size_t)rows * l->outs * 4), *normed = buffer(c, NORMED, (size_t)rows * l->ins * 4);
     if (!qkv || !normed) return -1;
     RowsJob j = {.c = c, .x = x, .added = added, .sum = sum, .weight = norm, .eps = h->eps, .normed = normed,
-                 .reads = l->reads, .rows = rows, .a.ins = l->ins};
+                 .l = l, .rows = rows, .a.ins = l->ins};
     if (prepare_rows(&j)) return -1;
     multiply(c, l, &j.a, rows, qkv, 0);
     return headrace_attend_with(c, h, step, layer, q_norm, k_norm, kv, qkv, o);
@@ -470,7 +481,7 @@ EXPORT int headrace_feed(Context *c, const float *x, const float *added, float *
     float *wide = buffer(c, WIDE_ROWS, (size_t)rows * l->outs * 4), *normed = buffer(c, NORMED, (size_t)rows * l->ins * 4);
     if (!wide || !normed) return -1;
     RowsJob j = {.c = c, .x = x, .added = added, .sum = sum, .weight = norm, .eps = eps, .normed = normed,
-                 .reads = l->reads, .rows = rows, .a.ins = l->ins};
+                 .l = l, .rows = rows, .a.ins = l->ins};
     if (prepare_rows(&j)) return -1;
     multiply(c, l, &j.a, rows, wide, 0);
     return headrace_silu_mul(c, wide, rows, l->outs / 2, y);

@@ -35,6 +35,7 @@ typedef struct {
     int32_t scale;  // a ScaleKind
     int32_t zero;   // code that stands for zero
     int32_t shared; // groups of 32 that share a scale, for SCALE_F32 and SCALE_F32_MIN
+    int32_t order;  // index in Linear.orders of the order that its columns are in; of matrices of codes
     const uint8_t *codes, *scales, *supers;
 } Matrix;
 
@@ -42,14 +43,17 @@ typedef struct {
 typedef struct {
     int32_t count, outs, ins;
     int32_t reads; // READS_CODES, and READS_FLOATS or READS_HALVES, as its matrices need them
+    int32_t count_orders;
     const Matrix *matrices;
+    const int32_t *const *orders; // each the input of each column [ins], or NULL for columns as the inputs are
     const float *bias; // [outs] or NULL
 } Linear;
 
 enum { READS_CODES = 1, READS_FLOATS = 2, READS_HALVES = 4 };
 
 // Rows of activations for products: float32, and their 8-bit codes in groups of 32. Codes and what belongs to them, and
-// the floats for dense matrices, lie in tiles of rows, one after the other; R is the number of a tile's rows.
+// the floats for dense matrices, lie in tiles of rows, one after the other; R is the number of a tile's rows. Codes of
+// all rows lie there once for each order of columns.
 typedef struct {
     float *floats;       // [ins, made even][R]; for bfloat16 weights rounded, and in words of two where kernels take pairs
     int8_t *codes;       // [G][R][32]
@@ -57,7 +61,16 @@ typedef struct {
     float *sums;         // [G][R]: scale * sum of the group's codes
     int32_t *halves;     // [G][R][2]: sums of the codes of the first and of the last 16 inputs
     int32_t ins;
+    int32_t rows; // of one order
 } Activations;
+
+// Return the activations with their codes in one of the orders.
+static inline Activations in_order(const Activations *all, int order) {
+    Activations a = *all;
+    size_t skip = (size_t)order * (size_t)a.rows, groups = (size_t)a.ins / GROUP;
+    if (skip) a.codes += skip * (size_t)a.ins, a.scales += skip * groups, a.sums += skip * groups, a.halves += skip * groups * 2;
+    return a;
+}
 
 // Queries of one row at consecutive positions.
 typedef struct {

@@ -33,13 +33,19 @@ INLINE vf NAME(vf_exp)(vf x) {
     return NAME(vf_above)(NAME(vf_scale2)(p, power), x, least);
 }
 
-// Quantise row `row` of `rows` in groups of 32: code = round(x * 127 / largest). A group that holds NaN or infinity
-// scales by NaN.
-static TARGET void NAME(quantise)(const float *x, const Activations *a, int row, int rows) {
+// Quantise row `row` of `rows` in groups of 32, in an order unless that is NULL: code = round(x * 127 / largest). A group
+// that holds NaN or infinity scales by NaN.
+static TARGET void NAME(quantise)(const float *all, const int32_t *order, const Activations *a, int row, int rows) {
     int count, groups = a->ins / GROUP, start = tile_start(row, rows, WIDE ? 8 : 4, &count), r = row - start;
     int8_t *codes = a->codes + (size_t)start * a->ins + r * GROUP;
     size_t at = (size_t)start * groups + r;
-    for (int g = 0; g < groups; g++, x += GROUP, codes += count * GROUP, at += count) {
+    for (int g = 0; g < groups; g++, codes += count * GROUP, at += count) {
+        const float *x = all + g * GROUP;
+        float gathered[GROUP];
+        if (order) {
+            for (int i = 0; i < GROUP; i++) gathered[i] = all[order[g * GROUP + i]];
+            x = gathered;
+        }
         uint32_t most = 0, word[GROUP];
         memcpy(word, x, sizeof word);
         for (int i = 0; i < GROUP; i++) {
