@@ -309,8 +309,10 @@ def _packed(weight: Stored) -> _Matrix:
         parts = [part.contiguous() for part in parts]
     pointers = [part.data_ptr() for part in parts]
     kernels.headrace_pack_codes(matrix.struct, *pointers, *[None] * (3 - len(pointers)))
-    order_I = weight.parts.get("order")
-    return matrix if order_I is None else _Matrix(matrix.struct, (*matrix.kept, order_I), order_I)
+    if "order" not in weight.parts:
+        return matrix
+    order_I = weight.parts["order"].contiguous()
+    return _Matrix(matrix.struct, (*matrix.kept, order_I), order_I)
 
 
 def _dense(weight: Stored, dtype: torch.dtype) -> _Matrix:
