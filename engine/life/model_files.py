@@ -19,7 +19,8 @@ from headrace.engine.errors import ModelRejected
 __all__ = ["ModelFiles", "find_folder", "find_model"]
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_SUFFIXES: Final = frozenset((".gguf", ".ggml", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".json"))
+_PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
+_SUFFIXES: Final = frozenset((*_PICKLES, ".gguf", ".ggml", ".safetensors", ".onnx", ".json"))
 """Endings of file names, which no real hub id has."""
 _WANTED: Final = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _RUNS: Final = "a folder with config.json and safetensors, or a .gguf file"
@@ -41,7 +42,7 @@ def find_model(config: EngineConfig) -> ModelFiles:
         ModelRejected: There is no such model, headrace does not run its kind, or several files match.
     """
     path, name = Path(config.model), None
-    if not path.exists():
+    if not _is_there(path):
         path, name = _from_hub(config), config.model.rpartition("/")[2]
     if path.is_dir():
         path = _of_folder(path, config)
@@ -60,12 +61,20 @@ def find_folder(config: EngineConfig) -> ModelFiles:
     """Return the path that `config.model` is, whether or not it is there; a hub id is fetched if that is allowed.
 
     Raises:
-        ModelRejected: The hub id is not on this machine, and may not be fetched or cannot be.
+        ModelRejected: The hub id is not on this machine, and may not be fetched or cannot be, or what would be fetched
+            holds no safetensors.
     """
     path = Path(config.model)
-    if path.exists() or not _is_hub_id(config.model):
+    if _is_there(path) or not _is_hub_id(config.model):
         return ModelFiles(path, path.name)
-    return ModelFiles(_from_hub(config), config.model.rpartition("/")[2])
+    return ModelFiles(_from_hub(config, as_folder=True), config.model.rpartition("/")[2])
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a name that is too long, or a folder that may not be searched
+        raise ModelRejected(f"model: {path}: {error.strerror}", field="model", value=str(path)) from error
 
 
 def _of_folder(folder: Path, config: EngineConfig) -> Path:
@@ -121,8 +130,8 @@ def _one_gguf(names: Iterable[str], config: EngineConfig, where: str) -> str:
     _refuse("file", config.file, f"nothing in {where} matches {config.file}; it holds {held}")
 
 
-def _from_hub(config: EngineConfig) -> Path:
-    """Return the copy of a hub id in the local cache, or with `allow_download` the hub's."""
+def _from_hub(config: EngineConfig, *, as_folder: bool = False) -> Path:
+    """Return the copy of a hub id in the local cache, or with `allow_download` the hub's; as a folder, never a file."""
     model = config.model
     if not _is_hub_id(model):
         _refuse("model", model, f"no such folder or file: {model}")
@@ -145,7 +154,9 @@ def _from_hub(config: EngineConfig) -> Path:
         return kept
     try:
         names = [each.rfilename for each in HfApi().model_info(model).siblings or ()]
-        if config.file is not None or not any(name.endswith((".safetensors", ".bin")) for name in names):
+        if as_folder:
+            _check_safetensors(names, model)
+        elif config.file is not None or not any(name.endswith((".safetensors", ".bin")) for name in names):
             parts = [hf_hub_download(model, each) for each in parts_of(_one_gguf(names, config, model))]
             return Path(parts[0])
         return Path(snapshot_download(model, allow_patterns=_WANTED))
@@ -155,6 +166,17 @@ def _from_hub(config: EngineConfig) -> Path:
         if kept is not None:  # the hub cannot be reached
             return kept
         raise ModelRejected(f"model: the hub did not give {model}: {error}", field="model", value=model) from error
+
+
+def _check_safetensors(names: Iterable[str], model: str) -> None:
+    """Refuse a repository that holds none."""
+    found = [name for name in names if PurePath(name).suffix in _SUFFIXES - {".json"}]
+    if any(name.endswith(".safetensors") for name in found):
+        return
+    held = f"; it holds {_listed(found)}" if found else ""
+    if any(name.endswith(_PICKLES) for name in found):
+        held += ", of which pickles can run code: of a folder with them the error says how to convert them"
+    _refuse("model", model, f"{model} holds no safetensors{held}")
 
 
 def _is_hub_id(model: str) -> bool:

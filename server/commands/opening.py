@@ -39,7 +39,8 @@ async def opened(model: str, console: Console, **options: Any) -> AsyncIterator[
                 engine = await stack.enter_async_context(Engine(model, **options))
             except LoadFailed as error:
                 if "allow_download=True" in str(error):
-                    error.add_note(f"(`hf download {model}` does, too; headrace serve has --set allow_download=true)")
+                    missing = error.value if error.field == "speculation.path" else model
+                    error.add_note(f"(`hf download {missing}` does, too; headrace serve has --set allow_download=true)")
                 if model not in str(error):
                     error.add_note(f"(opening {model})")
                 raise

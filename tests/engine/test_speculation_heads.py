@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -551,6 +553,40 @@ def test_a_head_may_be_a_hub_id_that_is_on_this_machine(
     with pytest.raises(ModelRejected, match=why) as caught:
         anyio.run(open_with, model, Eagle("someone/other"))
     assert caught.value.field == "speculation.path"
+    for path in ("./someone/tiny.eagle", "someone/tiny.eagle/", "someone//tiny.eagle"):  # paths, of nothing
+        with pytest.raises(ModelRejected, match="no such folder") as caught:
+            anyio.run(open_with, model, Eagle(path))
+        assert caught.value.field == "speculation.path" and "allow_download" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (
+            ["config.json", "medusa_lm_head.pt"],
+            r"no safetensors; it holds medusa_lm_head\.pt, of which pickles",
+        ),
+        (["eagle-00001-of-00002.gguf"], r"no safetensors; it holds eagle-00001-of-00002\.gguf$"),
+        (["README.md"], "no safetensors$"),
+    ],
+)
+def test_a_repository_without_safetensors_is_not_fetched(
+    names: list[str], why: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    siblings = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda self, name: siblings)
+    with pytest.raises(ModelRejected, match=why) as caught:
+        anyio.run(partial(open_with, allow_download=True), model, Medusa("someone/heads"))
+    assert caught.value.field == "speculation.path"
+
+
+@pytest.mark.parametrize("way", ["eagle", "draft"])
+def test_paths_that_cannot_be_looked_up_are_refused(way: str, model: Path) -> None:
+    for path in ("a" * 300, "~nosuchuser/x"):
+        with pytest.raises(ModelRejected, match="File name too long|no such folder") as caught:
+            anyio.run(open_with, model, f"{way}:{path}")
+        assert caught.value.field == "speculation.path"
 
 
 def test_ngrams_read_what_lies_behind_a_prefix_hit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

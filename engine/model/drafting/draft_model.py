@@ -7,6 +7,7 @@ memory is taken for weights. Next to read: ../cpu/draft_model.py.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -133,7 +134,7 @@ def _opened(config: EngineConfig, asked: DraftModel, files: ExitStack) -> DraftS
     """Return a draft model whose description has been read, and which may guess all of its own tokens."""
     own = config.model_copy(
         update={
-            "model": str(Path(asked.path).expanduser()),
+            "model": os.path.expanduser(os.fspath(asked.path)),
             "file": asked.file,
             "model_impl": "native",
             "quantize": asked.quantize,
