@@ -9,10 +9,14 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from draft_driver import states_of
 from draft_heads import SIZE, Eagle3Head, EagleHead, Head, MedusaHead
+from numpy.typing import NDArray
 from tiny_models import CONFIG, chat_folder, configured
 
 from headrace.engine import Completion, Engine, SamplingParams
+from headrace.engine.model.cpu.drafts import CpuDrafts
+from headrace.engine.model.cpu.heads import DraftAsk
 from headrace.engine.scheduling.speculation.depth import DepthRule
 from headrace.engine.speculation import Eagle, Medusa
 
@@ -24,8 +28,10 @@ __all__ = [
     "always_deep",
     "ask_all",
     "chained_folder",
+    "check_drafts",
     "fit",
     "gemma4_folder",
+    "recorded",
     "small_folder",
     "talk",
     "told",
@@ -175,3 +181,29 @@ def small_folder(folder: Path, family: str = "Llama", model: str = "ForCausalLM"
             torch.nn.init.normal_(parameter, 0.0, 0.4)
     made.save_pretrained(folder)
     return folder
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DraftAsk, list[int]]]:
+    """What engines ask for from now on, and the drafts that they get."""
+    found: list[tuple[DraftAsk, list[int]]] = []
+    guess = CpuDrafts._guess
+
+    def spied(self: CpuDrafts, asked: Sequence[DraftAsk], tokens_RN: NDArray[Any]) -> list[list[int]]:
+        drafts = guess(self, asked, tokens_RN)
+        for ask, each in zip(asked, drafts, strict=True):
+            if ask.most:
+                found.append((ask, each))
+        return drafts
+
+    monkeypatch.setattr(CpuDrafts, "_guess", spied)
+    return found
+
+
+def check_drafts(drafts: Sequence[tuple[DraftAsk, list[int]]], head: Head, model: Path) -> None:
+    """Check that all drafts are those of the definition."""
+    import transformers
+
+    reference = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for ask, each in drafts:
+        tokens, sampling = ask.work.request.tokens[: ask.length], ask.work.request.asked.sampling
+        assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each), sampling), tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import anyio
 import pytest
 import torch
 from draft_driver import states_of
-from draft_heads import SIZE, Eagle3Head, EagleHead, Head, MedusaHead, MtpHead
+from draft_heads import SIZE, Eagle3Head, EagleHead, MedusaHead, MtpHead
 from drafting_engines import (
     ASKED,
     HEADS,
@@ -21,8 +20,10 @@ from drafting_engines import (
     always_deep,
     ask_all,
     chained_folder,
+    check_drafts,
     fit,
     gemma4_folder,
+    recorded,
     talk,
     told,
 )
@@ -34,8 +35,7 @@ from tiny_models import chat_folder
 from tokenizer_files import byte_metadata
 
 from headrace.engine import DeviceUnavailable, Engine, InvalidParams, ModelRejected, SamplingParams
-from headrace.engine.model.cpu.drafts import CpuDrafts
-from headrace.engine.model.cpu.heads import KEPT, DraftAsk
+from headrace.engine.model.cpu.heads import KEPT
 from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
 from headrace.engine.model.drafting.ngram import NgramDrafter
 from headrace.engine.scheduling.speculation.depth import DepthRule
@@ -95,22 +95,6 @@ def test_heads_change_no_answer(
                 assert counts.swaps > 0
 
     anyio.run(run)
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DraftAsk, list[int]]]:
-    """What engines ask for from now on, and the drafts that they get."""
-    found: list[tuple[DraftAsk, list[int]]] = []
-    guess = CpuDrafts._guess
-
-    def spied(self: CpuDrafts, asked: Sequence[DraftAsk], tokens_RN: NDArray[Any]) -> list[list[int]]:
-        drafts = guess(self, asked, tokens_RN)
-        for ask, each in zip(asked, drafts, strict=True):
-            if ask.most:
-                found.append((ask, each))
-        return drafts
-
-    monkeypatch.setattr(CpuDrafts, "_guess", spied)
-    return found
 
 
 @native
@@ -256,16 +240,6 @@ def test_a_head_has_read_all_behind_any_number_of_steps_without_drafts(
     anyio.run(run)
     assert len(drafts) >= 6
     check_drafts(drafts, head, model)
-
-
-def check_drafts(drafts: Sequence[tuple[DraftAsk, list[int]]], head: Head, model: Path) -> None:
-    """Check that all drafts are those of the definition."""
-    import transformers
-
-    reference = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    for ask, each in drafts:
-        tokens, sampling = ask.work.request.tokens[: ask.length], ask.work.request.asked.sampling
-        assert each == head.drafts(states_of(reference, tokens), tokens[1:], len(each), sampling), tokens
 
 
 @native

@@ -10,7 +10,6 @@ and values of the target's layers there, and those of the head here. Never verif
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
@@ -223,16 +222,15 @@ class CpuDraftHead:
                 works.append(self._works[row]._replace(start=start, num_tokens=end - start, samples=False))
         if not works:
             return
-        batch = self._rows.batch(works, with_stopped=True)
-        paged = replace(batch.paged, given=())  # adapters are of the target alone
-        taken, positions = batch.rows_N.tolist(), paged.positions_N.tolist()
+        batch = self._rows.batch(works, computed=True)
+        taken, positions = batch.rows_N.tolist(), batch.paged.positions_N.tolist()
         hidden = self._untaken.gather(taken, positions)
         ends = {row: place for place, row in enumerate(taken)}
         last_S = torch.tensor(list(ends.values()), dtype=torch.int64)
         if self._recurrent is not None:
             assert self.kv is not None
-            following_N = self._rows.following(batch.rows_N, paged.positions_N)
-            steps = {mixer: ops.prepare(paged) for mixer, ops in self._ops.items()}
+            following_N = self._rows.following(batch.rows_N, batch.paged.positions_N)
+            steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
             states_SE = self._recurrent.advance(following_N, self._recurrent.fused(hidden), steps, self.kv, last_S)
         else:
             states_SE = hidden.final_NE[last_S]

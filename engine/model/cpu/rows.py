@@ -100,14 +100,16 @@ class CpuRows:
         return all(map(self._is_left_out, works))
 
     def batch(
-        self, works: Sequence[Work], drafted: Sequence[int] | None = None, *, with_stopped: bool = False
+        self, works: Sequence[Work], drafted: Sequence[int] | None = None, *, computed: bool = False
     ) -> StepBatch:
         """Gather the tensors for `works`: decodes first, those of similar context length side by side, then prefills.
 
-        Rows that have stopped or are late are left out unless `with_stopped`; at least one is not. The last tokens of
-        a work may be drafts, as many as `drafted` says.
+        Rows that have stopped or are late are left out; at least one is not. The last tokens of a work may be drafts,
+        as many as `drafted` says. If the target has `computed` the works before, none is left out, and none uses an
+        adapter: those of rows that have ended may be unloaded.
         """
-        going = [index for index, work in enumerate(works) if with_stopped or not self._is_left_out(work)]
+        bank = None if computed else self._bank
+        going = [index for index, work in enumerate(works) if computed or not self._is_left_out(work)]
         decodes = sorted((index for index in going if works[index].num_tokens == 1), key=lambda at: works[at].start)
         order = decodes + [index for index in going if works[index].num_tokens > 1]
         rows = np.repeat([works[index].row for index in order], [works[index].num_tokens for index in order])
@@ -136,11 +138,11 @@ class CpuRows:
             slots_N=torch.from_numpy(slots),
             decodes=self._groups([works[index] for index in decodes]),
             prefills=self._prefills([works[index] for index in order[len(decodes) :]], len(decodes)),
-            given=() if self._bank is None else self._bank.given(rows, positions),
+            given=() if bank is None else bank.given(rows, positions),
         )
         tokens_N = torch.from_numpy(self._tokens[rows, positions])
         last_S = torch.tensor(last, dtype=torch.int64)
-        users = self._users(rows, positions)
+        users = [] if bank is None else bank.users(rows, positions)
         adapted_samplers = self._users(rows[last], positions[last]) if users and last else []
         return StepBatch(tokens_N, rows, paged, samplers, last_S, choosing, prompts, pooled, users, adapted_samplers)
 
