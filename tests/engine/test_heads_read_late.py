@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapter_folders import lora_folder
 from draft_heads import EagleHead
-from drafting_engines import fit
+from drafting_engines import check_drafts, fit, recorded
 from speculating import native, options
 from tiny_models import chat_folder
 
@@ -53,3 +53,36 @@ def test_an_adapter_may_go_before_a_head_reads_what_used_it(model: Path, tmp_pat
 
     for resized in (False, True):
         assert anyio.run(lambda to=resized: run(to, speculation=Eagle(head))) == anyio.run(run, resized)
+
+
+def test_pages_that_move_are_not_written_by_what_is_read_later(
+    model: Path, tmp_path: Path, depth: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cached pages move to those of an ended row, of which positions are unread."""
+    head = fit(EagleHead())
+    drafts = recorded(monkeypatch)
+    long = list(range(40, 140))
+
+    async def run() -> None:
+        async with Engine(model, speculation=Eagle(head.write(tmp_path / "head")), **options()) as engine:
+            begun = anyio.Event()
+
+            async def shorter() -> None:
+                async with engine.stream("a", SamplingParams(**PLAIN, max_tokens=30)) as stream:
+                    for _ in range(14):
+                        await anext(stream)
+                    begun.set()
+                    assert len([token async for token in stream]) == 16
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(shorter)
+                await begun.wait()
+                await engine.generate(long, SamplingParams(**PLAIN, max_tokens=25))
+            await engine.resize_kv(7 * engine.info.page_bytes)
+            depth[0] = 3
+            again = await engine.generate(long, SamplingParams(**PLAIN, max_tokens=7))
+            assert again.usage.cached_tokens == 96
+
+    anyio.run(run)
+    assert drafts
+    check_drafts(drafts, head, model)

@@ -152,12 +152,12 @@ class CpuDraftHead:
     def update(self, plan: StepPlan) -> None:
         """Apply the plan's new rows, of which nothing is known, and its copies of pages.
 
-        Before, what is unread of the rows' former requests is read, and so is what is unread in pages that are copied
-        or become another row's: the prefix cache, forks and turns find whole pages.
+        Before, what is unread of the rows' former requests is read, and so is what is unread in pages that are copied,
+        are overwritten by copies or become another row's: the prefix cache, forks and turns find whole pages.
         """
         new = {row.row for row in plan.new_rows}
         if self.kv is not None and (new or plan.copies or plan.entries):
-            shared = {page for page, _ in plan.copies} | {entry.page for entry in plan.entries}
+            shared = {page for pair in plan.copies for page in pair} | {entry.page for entry in plan.entries}
             self._complete(shared, new)
         for row in new:
             self._known.pop(row, None)
