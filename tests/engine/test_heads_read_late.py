@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +88,20 @@ def test_pages_that_move_are_not_written_by_what_is_read_later(
     anyio.run(run)
     assert drafts
     check_drafts(drafts, head, model)
+
+
+def test_neither_head_nor_model_stay_in_memory_in_a_sleep_without_weights(
+    model: Path, tmp_path: Path, depth: list[int]
+) -> None:
+    async def run() -> None:
+        async with Engine(model, speculation=Eagle(fit(EagleHead()).write(tmp_path / "head")), **options()) as engine:
+            await engine.generate("hello", SamplingParams(max_tokens=4))
+            runner = engine._serving.parts().opened.runner
+            held = [weakref.ref(runner._decoder), weakref.ref(runner._head)]
+            await engine.sleep(2)
+            gc.collect()
+            assert [each() for each in held] == [None, None]
+            await engine.wake()
+            assert len((await engine.generate("hello", SamplingParams(**PLAIN, max_tokens=4))).choices) == 1
+
+    anyio.run(run)

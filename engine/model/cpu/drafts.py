@@ -32,8 +32,9 @@ class CpuDrafts:
 
     def __init__(self, capacity: Capacity, drafter: Drafter | CpuDraftHead | CpuDraftModel) -> None:
         """Start without rows; `drafter` guesses for those to come."""
-        self.drafter = drafter
-        """Guesses by a row's tokens, from what the model has computed of them, or by another model."""
+        self.drafter: Drafter | CpuDraftHead | CpuDraftModel | None = drafter
+        """Guesses by a row's tokens, from what the model has computed of them, or by another model; None of a head
+        whose weights are released."""
         self._lengths = [0] * capacity.max_rows
         """Number of tokens of each row that speculates, with those that it has just chosen; 0 for other rows."""
 
@@ -101,6 +102,7 @@ class CpuDrafts:
         """Return drafts for each of some rows, in order."""
         if isinstance(self.drafter, CpuDraftHead | CpuDraftModel):
             return self.drafter.drafts(asked)
+        assert self.drafter is not None, "no step runs while weights are released"
         found = []
         for ask in asked:
             known = tokens_RN[ask.work.row, : ask.length]

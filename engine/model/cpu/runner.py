@@ -122,7 +122,9 @@ class CpuRunner:
         if not keep_weights:
             if self._draft is not None:
                 self._draft.release_weights()
-            self._head_host = None if self._head is None else self._head.host
+            if self._head is not None and self._drafts is not None:
+                self._head_host = self._head.host
+                self._drafts.drafter = None  # it is the head, which holds the model, too
             self._decoder = self._head = None
         return_freed_memory()
 
