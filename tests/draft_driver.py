@@ -155,14 +155,14 @@ class Drafting(Target):
         batch = table.batch(works)
         steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
         hidden = self._target.hidden_states(batch.tokens_N, steps, self._kv, self._head.inputs)
-        last = {}
-        for index, end in zip(batch.samplers, batch.last_S.tolist(), strict=True):
+        lengths = {}
+        for index in batch.samplers:
             work = works[index]
-            start, tokens, right = wanted[work.row]
-            last[work.row] = end - (tokens - 1) + right, start + right + 2
+            start, _, right = wanted[work.row]
+            lengths[work.row] = start + right + 2
             for place in range(start + 1, start + right + 2):
                 self._put(table, work, place, rows[work.row].ids[place])
-        self._head.take_up(works, batch, hidden, last)
+        self._head.take_up(works, batch, hidden, lengths)
         asked = [DraftAsk(work, known[work.row], count) for work in works]
         for ask, drafts in zip(asked, self._head.drafts(asked), strict=True):
             found[ask.work.row] = drafts
@@ -213,13 +213,13 @@ class Drafting(Target):
         batch = table.batch(works)
         steps = {mixer: ops.prepare(batch.paged) for mixer, ops in self._ops.items()}
         hidden = self._target.hidden_states(batch.tokens_N, steps, self._kv, self._head.inputs)
-        ended, last = [], {}
-        for index, place in zip(batch.samplers, batch.last_S.tolist(), strict=True):
+        ended, lengths = [], {}
+        for index in batch.samplers:
             work = works[index]
             if work.start + work.num_tokens == rows[work.row].computed:
                 ended.append(DraftAsk(work, len(rows[work.row].ids), count))
-                last[work.row] = place, len(rows[work.row].ids)
-        self._head.take_up(works, batch, hidden, last)
+                lengths[work.row] = len(rows[work.row].ids)
+        self._head.take_up(works, batch, hidden, lengths)
         for ask, drafts in zip(ended, self._head.drafts(ended), strict=True):
             found[ask.work.row] = drafts
 

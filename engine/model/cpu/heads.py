@@ -33,7 +33,7 @@ from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.sample import sample_drafts
 from headrace.ops.cpu.step import CpuStep
 
-__all__ = ["KEPT", "CpuDraftHead", "DraftAsk", "LoadHead", "last_places"]
+__all__ = ["KEPT", "CpuDraftHead", "DraftAsk", "LoadHead", "known_lengths"]
 
 KEPT: Final = 64
 """Number of unread positions from which a row is read: one pass over so many costs little for each."""
@@ -171,7 +171,7 @@ class CpuDraftHead:
             self.host.fetch(self._pages, plan.fetches)
 
     def take_up(
-        self, works: Sequence[Work], batch: StepBatch, hidden: HiddenStates, last: Mapping[int, tuple[int, int]]
+        self, works: Sequence[Work], batch: StepBatch, hidden: HiddenStates, lengths: Mapping[int, int]
     ) -> None:
         """Keep what the target has computed of a step's positions, and read long parts of prompts at once.
 
@@ -179,21 +179,35 @@ class CpuDraftHead:
             works: The works of the step.
             batch: The step. Its last positions may be drafts that were refused, which are dropped.
             hidden: What the target has computed, with the inputs of the layers that `inputs` names.
-            last: For each row that goes on, the index among the step's tokens of its last position whose following
-                token was chosen, and the number of tokens of the row with that one.
+            lengths: Number of tokens of each row that samples, those that it has just chosen included.
         """
+        rows = batch.rows_N.tolist()
         long = {work.row for work in works if self.kv is not None and work.num_tokens >= _AT_ONCE}
-        wanted = self._speculating | long
-        self._untaken.add(wanted, batch.rows_N.tolist(), batch.paged.positions_N.tolist(), hidden)
-        for work in works:
-            if work.row in wanted:
-                self._works[work.row] = work
-                end = work.start + work.num_tokens
-                self._untaken.cut(work.row, min(end, last[work.row][1] - 1) if work.row in last else end)
+        wanted = (self._speculating | long).intersection(rows)
+        taken = {work.row: work for work in works if work.row in wanted}
+        self._works.update(taken)
+        if self.kv is None:
+            self._untaken.forget(taken)  # the last state alone matters
+        spans = {row: self._span(work, lengths) for row, work in taken.items()}
+        self._untaken.add(spans, rows, batch.paged.positions_N.tolist(), hidden)
+        for row in taken:
+            if row in self._rows.options.late:
+                self._untaken.leave_open(row)
         behind = [row for row in self._untaken.rows if row not in long and self._missed(row) >= KEPT]
         behind.sort(key=self._missed, reverse=True)
         share = -(-len(self._untaken.rows) // KEPT)  # so rows that began together do not hold up one step together
         self._catch_up([*long, *behind[:share]])
+
+    def _span(self, work: Work, lengths: Mapping[int, int]) -> tuple[int, int]:
+        """Return the positions of a work whose states are kept: the first, and the one behind the last.
+
+        They are those behind which a token is known, and of a late row also the one behind which none was chosen:
+        either the target computes it again, or the token turns out to be forced.
+        """
+        end = work.start + work.num_tokens
+        if work.row in lengths:
+            end = min(end, lengths[work.row] - (work.row not in self._rows.options.late))
+        return (end - 1 if self.kv is None else work.start), end
 
     def _missed(self, row: int) -> int:
         """Return how many positions of a row are unread."""
@@ -212,16 +226,24 @@ class CpuDraftHead:
         return pages
 
     def _catch_up(self, rows: Iterable[int]) -> None:
-        """Read what the target has computed for some rows, in one pass, also of those that have stopped."""
+        """Read what the target has computed for some rows, in one pass, also of those that have stopped.
+
+        If that fails, what was to be read is forgotten: it costs these rows drafts, and no later step fails by it.
+        """
         works: list[Work] = []
         for row in rows:
             start, end = self._untaken.span(row)
-            if self.kv is None:
-                start = max(start, end - 1)  # the last state alone matters
             if end > start:
                 works.append(self._works[row]._replace(start=start, num_tokens=end - start, samples=False))
         if not works:
             return
+        try:
+            self._read(works)
+        finally:
+            self._untaken.forget_known(work.row for work in works)
+
+    def _read(self, works: Sequence[Work]) -> None:
+        """Read the positions of `works`, all of which are unread."""
         batch = self._rows.batch(works, computed=True)
         taken, positions = batch.rows_N.tolist(), batch.paged.positions_N.tolist()
         hidden = self._untaken.gather(taken, positions)
@@ -236,7 +258,6 @@ class CpuDraftHead:
             states_SE = hidden.final_NE[last_S]
         for index, (row, place) in enumerate(ends.items()):
             self._known[row] = _Known(positions[place] + 2, states_SE[index])
-        self._untaken.forget(ends)
 
     def drafts(self, asked: Sequence[DraftAsk]) -> list[list[int]]:
         """Return drafts for each of some rows, in order; none for a row of which no state is known."""
@@ -291,22 +312,16 @@ LoadHead: TypeAlias = Callable[[Network[CpuLinear, CpuStep, CpuKv], CpuRows, int
 """Function that reads a draft head, from its target, the row table and the number of pages."""
 
 
-def last_places(
-    batch: StepBatch, works: Sequence[Work], drafted: Sequence[int], runs: Mapping[int, Sequence[int]]
-) -> dict[int, tuple[int, int]]:
-    """Return, for each row that chose tokens, what `CpuDraftHead.take_up` wants of its last one.
+def known_lengths(works: Sequence[Work], drafted: Sequence[int], runs: Mapping[int, Sequence[int]]) -> dict[int, int]:
+    """Return the number of tokens of each row that has just sampled, for `CpuDraftHead.take_up`.
 
     Args:
-        batch: A step.
         works: The works of the plan.
         drafted: Number of drafts of each work.
         runs: The tokens that each sampling work chose, by its index; the last may be a code in place of an id.
     """
-    found, first = {}, 0
-    for index in batch.samplers:
-        work, run = works[index], runs[index]
-        if run[-1] >= 0:
-            length = work.start + work.num_tokens - drafted[index] + len(run)
-            found[work.row] = int(batch.last_S[first + len(run) - 1]), length
-        first += 1 + drafted[index]
-    return found
+    lengths = {}
+    for index, run in runs.items():
+        row, start, count = works[index].row, works[index].start, works[index].num_tokens - drafted[index]
+        lengths[row] = start + count + sum(token >= 0 for token in run)
+    return lengths

@@ -16,7 +16,7 @@ from torch.nn import functional
 from headrace.engine.model.cpu.adapters import CpuBank
 from headrace.engine.model.cpu.draft_model import CpuDraftModel
 from headrace.engine.model.cpu.drafts import CpuDrafts, verify
-from headrace.engine.model.cpu.heads import LoadHead, last_places
+from headrace.engine.model.cpu.heads import LoadHead, known_lengths
 from headrace.engine.model.cpu.options import prompt_places
 from headrace.engine.model.cpu.rows import CpuRows, StepBatch
 from headrace.engine.model.drafting.ngram import Drafter
@@ -218,7 +218,7 @@ class CpuRunner:
             forced = {batch.samplers[place]: rest for place, rest in runs.items()}
         if self._head is not None and states is not None:
             runs_of = {index: verified[index].tokens if verified else [tokens[index]] for index in batch.samplers}
-            self._head.take_up(works, batch, states, last_places(batch, works, drafted, runs_of))
+            self._head.take_up(works, batch, states, known_lengths(works, drafted, runs_of))
         if not (reports or choices or forced or batch.prompts or batch.pooled or verified):
             return step_result(tokens)
         first_pooled = len(hidden_SE) - sum(span.length for span in batch.pooled)
