@@ -24,6 +24,7 @@ from headrace.engine.model.checkpoint.embedding import read_embedding
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.cpu.opening import open_cpu
+from headrace.engine.model.cpu.sizing import runs_native
 from headrace.engine.model.drafting.draft_model import DraftSource, open_draft_model, refused_as_draft
 from headrace.engine.model.drafting.heads.vocabulary import check_tokenizer
 from headrace.engine.model.encoder.opening import open_encoder
@@ -162,12 +163,20 @@ def _fallback(config: EngineConfig, described: Mapping[str, object], path: Path)
     if model is not None:
         from headrace.engine.model.cpu.trial import try_fallback  # imports transformers' models
 
-        model.left = try_fallback(model)
+        kinds = model.products
+        if _is_cpu(config):
+            kinds = kinds | model.norms if runs_native(model.spec) else frozenset()
+        model.taken = try_fallback(model, kinds)
         logger.info("transformers' module computes the layers of this model: %s", model.why)
-        if model.left is None or model.left:
-            kinds = "all products and norms" if model.left is None else ", ".join(sorted(model.left))
-            logger.info("these are left to torch, since the module works with no others: %s", kinds)
+        if left := kinds.difference(model.taken):
+            found = "headrace's own products and norms were not found to work in place of these"
+            logger.info("%s, which are left to torch: %s", found, ", ".join(sorted(left)))
     return model
+
+
+def _is_cpu(config: EngineConfig) -> bool:
+    """Return whether the engine runs on a CPU."""
+    return config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
 
 
 def _open_encoder(config: EngineConfig, path: Path, name: str) -> Opened:
@@ -284,7 +293,7 @@ def _open_device(
     draft: DraftSource | None,
     change_drafts: ChangeDrafts | None,
 ) -> Device:
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+    if _is_cpu(config):
         if change_drafts is not None:
             raise DeviceUnavailable("device: a benchmark changes how drafts are made on a GPU alone", field="device")
         return open_cpu(config, spec, source, draft)

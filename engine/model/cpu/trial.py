@@ -47,12 +47,16 @@ _ROUNDED: Final = 0.1
 """Largest error of most tokens, in the same units, where products round their inputs to bfloat16."""
 
 
-def try_fallback(model: FallbackModel) -> frozenset[str] | None:
+def try_fallback(model: FallbackModel, kinds: Collection[str] = ()) -> frozenset[str]:
     """Compare what the fallback and transformers compute for a small model of the kind of `model`.
 
+    Args:
+        model: The model.
+        kinds: Kinds of its products and norms (../fallback/inner.py) that the device would compute.
+
     Returns:
-        The kinds of products and norms (../fallback/inner.py) that are to be left to torch, so that the module
-        computes the same with the device's own in the place of the others; None for all.
+        Those of `kinds` that the small model has, and with which it computes the same if the device's own are in the
+        place of them all.
 
     Raises:
         ModelRejected: They differ, the module keeps state from one call to the next, or no such model can be made.
@@ -64,22 +68,22 @@ def try_fallback(model: FallbackModel) -> frozenset[str] | None:
         expected = [small.whole(ids_N) for ids_N in texts]
         if (why := _differs(expected, _in_pieces(small, texts))) is not None:
             _refuse(model, why)
-        if _works(small, texts, expected, frozenset()):
-            return frozenset()
-        kinds = small.kinds()
-        odd = frozenset(kind for kind in kinds if not _works(small, texts, expected, kinds - {kind}))
-        return odd if _works(small, texts, expected, odd) else None
+        tried = small.kinds.intersection(kinds)
+        if not tried or _works(small, texts, expected, tried):
+            return tried
+        taken = frozenset(kind for kind in tried if _works(small, texts, expected, {kind}))
+        return taken if _works(small, texts, expected, taken) else frozenset()
 
 
-def _works(small: SmallModel, texts: list[Tensor], expected: list[Tensor], left: Collection[str]) -> bool:
-    """Return whether the module works with the device's products and norms in the place of all that is not `left`.
+def _works(small: SmallModel, texts: list[Tensor], expected: list[Tensor], taken: Collection[str]) -> bool:
+    """Return whether the module works with the device's products and norms in the place of those of the kinds `taken`.
 
     In float32 results are to be the same, with weights in bfloat16 about so.
     """
     narrow = torch.float32 if runs_native(small.spec) else torch.bfloat16
     try:
-        exact = _in_pieces(small, texts, activations=torch.float32, left=left)
-        rounded = _in_pieces(small, texts, dtype=torch.bfloat16, activations=narrow, left=left)
+        exact = _in_pieces(small, texts, activations=torch.float32, taken=taken)
+        rounded = _in_pieces(small, texts, dtype=torch.bfloat16, activations=narrow, taken=taken)
     except Exception:  # another library's code, whose modules are not what it expects
         return False
     if _differs(expected, exact) is not None:
@@ -114,7 +118,7 @@ def _in_pieces(
     texts: list[Tensor],
     dtype: torch.dtype = torch.float32,
     activations: torch.dtype | None = None,
-    left: Collection[str] = (),
+    taken: Collection[str] = (),
 ) -> list[Tensor]:
     """Return what `SmallModel.whole` returns of each text, computed side by side over pages."""
     spec = small.spec
@@ -125,7 +129,7 @@ def _in_pieces(
         for each in ops.values():
             opened.enter_context(closing(each))
         network: _Paged = small.paged(
-            ops, lambda step: step.positions_N, dtype=dtype, activations=activations, left=left
+            ops, lambda step: step.positions_N, dtype=dtype, activations=activations, taken=taken
         )
         before = state_of(network.base)
         pieces: list[list[Tensor]] = [[] for _ in texts]

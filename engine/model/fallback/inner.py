@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from torch import nn
 
-__all__ = ["InnerModule", "is_vector", "inner_modules"]
+__all__ = ["InnerModule", "inner_modules", "may_be_norm", "may_be_product"]
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -40,7 +40,13 @@ def inner_modules(*roots: nn.Module) -> Iterator[InnerModule]:
                 yield InnerModule(owner, name, _NUMBER.sub("*", f"{path}.{name}" if path else name), module)
 
 
-def is_vector(module: nn.Module) -> bool:
-    """Return whether all that a module holds is one vector, as norms do."""
+def may_be_product(module: nn.Module) -> bool:
+    """Return whether a module is a plain linear layer."""
+    return type(module) is nn.Linear
+
+
+def may_be_norm(module: nn.Module) -> bool:
+    """Return whether all that a module holds is one vector of weights, as RMS norms do."""
     held = [*module.parameters(), *module.buffers()]
-    return len(held) == 1 and held[0].dim() == 1 and not any(True for _ in module.children())
+    is_vector = len(held) == 1 and isinstance(held[0], nn.Parameter) and held[0].dim() == 1
+    return is_vector and not isinstance(module, nn.LayerNorm) and not any(True for _ in module.children())

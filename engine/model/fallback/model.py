@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.model.checkpoint.parameters import Empty
 from headrace.engine.model.checkpoint.weight_parts import WeightSum
 from headrace.engine.model.fallback.config import ModelClass, model_class
+from headrace.engine.model.fallback.inner import inner_modules, may_be_norm, may_be_product
 from headrace.engine.model.fallback.loading import check_finite, load_module, moved, random_module
 from headrace.engine.model.fallback.network import FallbackDecoder
 from headrace.engine.model.fallback.ropes import freeze_ropes
@@ -70,10 +71,14 @@ class FallbackModel(ForeignModel):
             ModelRejected: The module cannot be run over paged keys and values; the error says why.
         """
         self.found, self._source, self._seed, self._why = found, source, seed, why
-        self.left: Collection[str] | None = None
-        """Kinds of products and norms (inner.py) that a device may not compute; None for all. A trial finds out."""
+        self.taken: Collection[str] = ()
+        """Kinds of products and norms (inner.py) that a device may compute. A trial finds out."""
         blank = build_blank(found)
         self._sizes = _sizes_of(blank)
+        self.products: Final = _kinds(found, blank, may_be_product)
+        """Kinds of what may be a product of the device."""
+        self.norms: Final = _kinds(found, blank, may_be_norm)
+        """Kinds of what may be an RMS norm."""
         self.traced = trace(found, blank)
         self._spec = _spec(found, self.traced)
 
@@ -130,9 +135,9 @@ class FallbackModel(ForeignModel):
             check_finite(module)
         else:
             module = moved(module, device, empty)
-        preferred = None if self.left is None else activations
+        preferred = activations if self.taken else None
         return FallbackDecoder(
-            self._spec, module, self.traced, ops, positions, activations=preferred, left=self.left or (), fuses=fuses
+            self._spec, module, self.traced, ops, positions, activations=preferred, taken=self.taken, fuses=fuses
         )
 
     def reload(self, *, dtype: torch.dtype, device: torch.device, empty: Empty) -> None:
@@ -189,6 +194,12 @@ def _sizes_of(model: PreTrainedModel) -> dict[ModelPart, int]:
         part = ends.get(parameter) or _part(name, parameter)
         sizes[part] = sizes.get(part, 0) + parameter.numel()
     return sizes
+
+
+def _kinds(found: ModelClass, model: PreTrainedModel, is_one: Callable[[nn.Module], bool]) -> frozenset[str]:
+    """Return the kinds of some of a module's parts, by their paths without the head."""
+    prefix = f"{model.base_model_prefix}." if found.has_head else ""
+    return frozenset(each.kind.removeprefix(prefix) for each in inner_modules(model) if is_one(each.module))
 
 
 def _part(name: str, parameter: Tensor) -> ModelPart:

@@ -65,7 +65,7 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
         positions: Callable[[Step], Tensor],
         *,
         activations: torch.dtype | None = None,
-        left: Collection[str] = (),
+        taken: Collection[str] = (),
         fuses: Callable[[Step], bool] | None = None,
     ) -> None:
         """Take over `model`.
@@ -78,7 +78,7 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
             positions: Returns the position of each of a step's tokens, [N].
             activations: Dtype that the device prefers for activations, to give it the module's products and norms; None
                 leaves these to torch.
-            left: Kinds of products and norms (inner.py) that are left to torch all the same.
+            taken: Kinds of products and norms (inner.py) that the device computes then; others are left to torch, too.
             fuses: Returns whether layers are to be compiled in a step; None where they never are.
         """
         self.spec: Final = spec
@@ -86,9 +86,9 @@ class FallbackDecoder(Generic[Packed, Step, Kv]):
         self.base, self._head = split_head(model, has_head=spec.has_head)
         if activations is not None:
             any_ops = ops[spec.layers[0].mixer]
-            activations = pack_products(model, self.base, any_ops, activations, left)
+            activations = pack_products(model, self.base, any_ops, activations, taken)
             if activations is torch.float32:  # narrower ones are rounded by each module in its own way
-                replace_norms(self.base, any_ops, left)
+                replace_norms(self.base, any_ops, taken)
         self._fuses, self._fused = fuses, None if fuses is None else self._compiled(traced.modules)
         self._positions, self._kind = positions, spec.layers[0].mixer
         self._now: _Now[Step, Kv] = _Now()

@@ -13,7 +13,7 @@ from typing import Final, Generic
 import torch
 from torch import Tensor, nn
 
-from headrace.engine.model.fallback.inner import inner_modules, is_vector
+from headrace.engine.model.fallback.inner import inner_modules, may_be_norm
 from headrace.engine.model.network.foreign import ForeignOps
 from headrace.engine.model.network.operations import Kv, Packed, Step
 
@@ -38,10 +38,10 @@ class Norm(nn.Module, Generic[Packed, Step, Kv]):
         return y_NE.view(x.shape)
 
 
-def replace_norms(base: nn.Module, ops: ForeignOps[Packed, Step, Kv], left: Collection[str]) -> None:
-    """Replace each RMS norm whose weights and inputs are float32, but for those of the kinds `left`."""
+def replace_norms(base: nn.Module, ops: ForeignOps[Packed, Step, Kv], taken: Collection[str]) -> None:
+    """Replace each RMS norm of the kinds `taken` whose weights and inputs are float32."""
     for inner in inner_modules(base):
-        if inner.kind not in left and is_vector(inner.module):
+        if inner.kind in taken and may_be_norm(inner.module):
             norm = _same(inner.module, ops)
             if norm is not None:
                 inner.put(norm)

@@ -2,6 +2,7 @@
 
 A packed weight is kept in the form in which the device multiplies by it, and the module's own copy is dropped. Which
 kinds of layers a module can do without is tried on a small one first (cpu/trial.py): one may read a `weight` itself.
+What was not tried stays as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor, nn
 
-from headrace.engine.model.fallback.inner import InnerModule, inner_modules
+from headrace.engine.model.fallback.inner import InnerModule, inner_modules, may_be_product
 from headrace.engine.model.fallback.interface import uncompiled
 from headrace.engine.model.network.foreign import ForeignOps
 from headrace.engine.model.network.operations import Kv, Packed, ReadableHead, Step
@@ -74,9 +75,9 @@ def pack_products(
     base: nn.Module,
     ops: ForeignOps[Packed, Step, Kv],
     activations: torch.dtype,
-    left: Collection[str] = (),
+    taken: Collection[str],
 ) -> torch.dtype:
-    """Pack the plain linear layers of a module, one after the other; each drops its own weight then.
+    """Pack plain linear layers of a module, one after the other; each drops its own weight then.
 
     Args:
         model: The module with its head, whose `base` was taken out.
@@ -84,7 +85,7 @@ def pack_products(
         ops: The operations of the device.
         activations: Dtype that the device prefers for activations. A module all of whose matrices are packed or are
             embeddings takes it; any other keeps its own. What the module keeps in a wider dtype stays as it is.
-        left: Kinds of layers (inner.py) that stay as they are.
+        taken: Kinds of layers (inner.py) that are packed; others stay as they are.
 
     Returns:
         The dtype of activations.
@@ -100,7 +101,7 @@ def pack_products(
             continue
         if tables.get(linear.weight, nn.Embedding) is not nn.Embedding:
             roundings.append((inner, linear))  # a table that does more than look up is needed as it is
-        elif type(linear) is nn.Linear and inner.kind not in left and _fits(linear.weight, activations):
+        elif may_be_product(linear) and inner.kind in taken and _fits(linear.weight, activations):
             product = _Product(ops, linear)
             if linear.weight in tables and isinstance(product.packed, ReadableHead):
                 heads[linear.weight] = product.packed

@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from headrace.engine.errors import ModelRejected
-from headrace.engine.model.fallback.head import split_head
-from headrace.engine.model.fallback.inner import inner_modules, is_vector
 from headrace.engine.model.fallback.interface import ATTENTION
 from headrace.engine.model.fallback.loading import random_module
 from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.fallback.network import FallbackDecoder
 from headrace.engine.model.fallback.ropes import DIVISORS, ORIGINAL, freeze_ropes, long_ropes, pairs
-from headrace.engine.model.fallback.tracing import build_blank
 from headrace.engine.model.fallback.values import told
 from headrace.engine.model.network.foreign import ForeignOps
 from headrace.engine.model.network.operations import Kv, Packed, Step
@@ -52,6 +49,8 @@ _SMALL: Final = {
     "moe_num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_k": 2,
+    "num_dense_layers": 1,
+    "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
     "q_lora_rank": 24,
@@ -101,7 +100,7 @@ class SmallModel:
         *,
         dtype: torch.dtype = torch.float32,
         activations: torch.dtype | None = None,
-        left: Collection[str] = (),
+        taken: Collection[str] = (),
     ) -> FallbackDecoder[Packed, Step, Kv]:
         """Return the model as the fallback computes it, with weights in `dtype`.
 
@@ -111,14 +110,12 @@ class SmallModel:
         module.load_state_dict(self._plain.state_dict())
         freeze_ropes(module, module.config, self._model.found.context)
         traced = self._model.traced
-        return FallbackDecoder(self.spec, module, traced, ops, positions, activations=activations, left=left)
+        return FallbackDecoder(self.spec, module, traced, ops, positions, activations=activations, taken=taken)
 
-    def kinds(self) -> set[str]:
-        """Return the kinds (inner.py) of what may be a product or a norm."""
-        blank = build_blank(self._model.found)
-        base, _ = split_head(blank, has_head=self.spec.has_head)
-        found = inner_modules(base, blank)
-        return {inner.kind for inner in found if isinstance(inner.module, nn.Linear) or is_vector(inner.module)}
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds (inner.py) of what may be a product or a norm."""
+        return self._model.products | self._model.norms
 
 
 def small_model(model: FallbackModel) -> SmallModel:
@@ -190,9 +187,13 @@ def _forget(config: PreTrainedConfig, name: str) -> None:
 
 
 def _chosen(model: FallbackModel) -> list[int]:
-    """Return the numbers of two layers: the first, and the first whose attention is another one."""
+    """Return the numbers of two layers: the first, and the last whose attention is another one, or the last of all.
+
+    Feeds with experts, where they are in some layers alone, are in the last ones.
+    """
     layers = model.traced.layers
-    second = next((number for number, layer in enumerate(layers) if layer != layers[0]), min(1, len(layers) - 1))
+    others = (number for number in reversed(range(len(layers))) if layers[number] != layers[0])
+    second = next(others, len(layers) - 1)
     return [0, second] if second else [0]
 
 

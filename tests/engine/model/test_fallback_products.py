@@ -14,13 +14,17 @@ from against_transformers import greedily
 from fallback_models import described, generated, made, saved
 from model_driver import ModelUnderTest, capacity
 from torch import Tensor, nn
+from transformers.models.afmoe import modeling_afmoe
 from transformers.models.arcee import modeling_arcee
+from transformers.models.flint import modeling_flint
 
+from headrace.engine.model.cpu import trial
 from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.cpu.trial import try_fallback
 from headrace.engine.model.fallback.inner import inner_modules
 from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.fallback.norms import Norm, replace_norms
+from headrace.engine.model.fallback.small import small_model
 from headrace.engine.model.families.registry import read_hf_config
 from headrace.engine.model.shared.kv_layout import kv_layout
 from headrace.ops.cpu.kv import CpuKv
@@ -51,8 +55,9 @@ def test_linear_layers_and_norms_are_those_of_the_cpu(
     model = made(family).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     fallback = FallbackModel.read(read_hf_config(tmp_path), tmp_path)
-    fallback.left = try_fallback(fallback)
-    assert fallback.left == ({"layers.*.mlp.gate.wg"} if family == HUNYUAN else frozenset())
+    kinds = fallback.products | fallback.norms
+    fallback.taken = try_fallback(fallback, kinds)
+    assert kinds - fallback.taken == ({"layers.*.mlp.gate.wg"} if family == HUNYUAN else set())
     size = capacity(fallback.spec.vocab_size)
     sizes = {"page_size": size.page_size, "max_positions": size.max_context}
     ops = cpu_ops(fallback.spec, **sizes, dtype=torch.bfloat16, context=Context(1))
@@ -81,9 +86,9 @@ def reading_the_weight(kind: type[nn.Module], name: str) -> Callable[[pytest.Mon
     def plant(patch: pytest.MonkeyPatch) -> None:
         plain = kind.forward
 
-        def forward(self: Any, *given: Any, **named: Any) -> Tensor:
-            found: Tensor = plain(self, *given, **named)
-            return found + 0 * self.get_submodule(name).weight.sum()
+        def forward(self: Any, *given: Any, **named: Any) -> Any:
+            assert self.get_submodule(name).weight.dim()
+            return plain(self, *given, **named)
 
         patch.setattr(kind, "forward", forward)
 
@@ -118,8 +123,46 @@ def test_a_product_or_norm_that_a_module_needs_itself_stays_alone(
     with caplog.at_level(logging.INFO, "headrace.engine"):
         found = anyio.run(generated, tmp_path, [5, 6, 7])
     assert found == greedily(model, [5, 6, 7], found)
-    assert f"left to torch, since the module works with no others: {odd}" in caplog.text
+    assert f"not found to work in place of these, which are left to torch: {odd}\n" in caplog.text
     assert kept == {odd}
+
+
+AFMOE = "afmoe, window in the middle layer"
+
+
+def test_a_trial_has_layers_of_experts_behind_many_dense_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields that count the dense layers would leave none of two layers to experts."""
+    reading_the_weight(modeling_afmoe.AfmoeTokenChoiceRouter, "gate")(monkeypatch)
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    model = FallbackModel.read(described(AFMOE, num_dense_layers=2, layer_types=kinds), "random")
+    tried = try_fallback(model, model.products)
+    assert model.products - tried == {"layers.*.mlp.router.gate"} and "layers.*.mlp.shared_experts.up_proj" in tried
+    with torch.inference_mode():
+        listed = {"mlp_layer_types": ["dense", "dense", "sparse"], "num_attention_heads_per_layer": [4, 6, 6]}
+        model = FallbackModel.read(described("laguna, more heads in the middle layer", **listed), "random")
+        assert "layers.*.mlp.shared_experts.up_proj" in small_model(model).kinds
+
+
+def test_what_no_trial_saw_is_left_to_torch() -> None:
+    """Here layers by whose numbers two of them are dense, so that a model of two layers has no experts."""
+    name = "flint, sinks and a window in the middle layer"
+    model = FallbackModel.read(described(name, mlp_only_layers=[0, 1]), "random")
+    unseen = {kind for kind in model.products if "expert" in kind}
+    tried = try_fallback(model, model.products)
+    assert unseen and not unseen & tried and "layers.*.self_attn.q_proj" in tried
+
+
+def test_a_device_that_takes_nothing_is_not_searched_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a CPU, models with sinks leave all to torch, whatever would work."""
+    reading_the_weight(modeling_flint.FlintDecoderLayer, "input_layernorm")(monkeypatch)
+    saved(made("flint, sinks and a window in the middle layer"), tmp_path)
+    tries: list[object] = []
+    monkeypatch.setattr(trial, "_works", lambda *given: tries.append(given))
+    with caplog.at_level(logging.INFO, "headrace.engine"):
+        assert anyio.run(generated, tmp_path, [5, 6, 7])
+    assert not tries and "computes the layers" in caplog.text and "left to torch" not in caplog.text
 
 
 class Scaled(nn.Module):
@@ -147,7 +190,7 @@ def test_norms_are_known_by_what_they_compute() -> None:
     x_1NHD = torch.randn(1, 5, 3, 32) * torch.tensor([1.0, 1e-3, 1e3])[:, None]
     with torch.inference_mode():
         expected = [module(x_1NHD.transpose(1, 2)) for module in modules[:-2] if not isinstance(module, nn.PReLU)]
-        replace_norms(modules, ops, {str(len(modules) - 1)})
+        replace_norms(modules, ops, {str(number) for number in range(len(modules) - 1)})
         found = [module(x_1NHD.transpose(1, 2)) for module in modules[:-2] if not isinstance(module, nn.PReLU)]
     assert [isinstance(module, Norm) for module in modules] == [True] * 4 + [False] * 6
     for wanted, got in zip(expected, found, strict=True):
