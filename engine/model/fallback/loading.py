@@ -121,7 +121,11 @@ def moved(model: PreTrainedModel, device: torch.device, empty: Empty) -> PreTrai
                 copies[parameter] = nn.Parameter(there, requires_grad=False)
             module._parameters[name] = copies[parameter]
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
+            is_weight = buffer is not None and buffer.dim() and name not in module._non_persistent_buffers_set
+            if is_weight:  # as checkpoints hold it, too
+                module._buffers[name] = empty(buffer.shape, buffer.dtype).copy_(buffer)
+            else:
+                module._buffers[name] = None if buffer is None else buffer.to(device)
     return model
 
 

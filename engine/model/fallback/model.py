@@ -150,7 +150,16 @@ class FallbackModel(ForeignModel):
         else:
             module = load_module(self.found, self._source, dtype)
         freeze_ropes(module, self.found.config, self.found.context)
+        self._widen_sinks(module)
         return module
+
+    def _widen_sinks(self, module: PreTrainedModel) -> None:
+        """Make the sinks float32, as operations take them: these then read the module's own, whatever is read again."""
+        base = module.base_model if self.found.has_head else module
+        for name in self.traced.sinks:
+            if name is not None:
+                sinks_H = base.get_parameter(name)
+                sinks_H.data = sinks_H.data.float()
 
 
 def _spec(found: ModelClass, traced: Traced) -> DecoderSpec:

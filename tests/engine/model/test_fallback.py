@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,17 @@ from transformers.models.olmo import modeling_olmo
 
 from headrace.engine import Engine, EngineConfig, InvalidParams, ModelRejected, ResponseFormat, SamplingParams
 from headrace.engine.inspection.inspect import inspect_model
+from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.cpu.trial import try_fallback
 from headrace.engine.model.fallback.choice import check_native, fallback_for
 from headrace.engine.model.fallback.model import FallbackModel
 from headrace.engine.model.fallback.small import small_model
-from headrace.engine.model.spec import SoftcappedAttention
+from headrace.engine.model.families.registry import read_hf_config
+from headrace.engine.model.spec import MixerSpec, SoftcappedAttention
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers warns of is not ours to fix
 
+MIMO = "mimo_v2_flash, sinks, a window and more keys in the middle layer"
 SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
@@ -442,6 +445,39 @@ def test_structure_sleep_and_hidden_states(tmp_path: Path) -> None:
                 assert (await engine.generate([5, 6, 7], GREEDY)).choices[0].token_ids == first
 
     anyio.run(run)
+
+
+@pytest.mark.parametrize("family", ["granite_swa, sinks and a window in the middle layer", MIMO])
+def test_a_deep_sleep_keeps_nothing_of_the_weights(family: str, tmp_path: Path) -> None:
+    """In bfloat16, of which operations would need another copy of sinks; MiMo has a buffer in its checkpoints, too."""
+    model = made(family).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    fallback = FallbackModel.read(read_hf_config(tmp_path), tmp_path)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    ops = cpu_ops(fallback.spec, page_size=4, max_positions=64, dtype=torch.bfloat16, context=None)
+    kept: dict[tuple[MixerSpec, int], Tensor] = {}
+    for mixer, each in ops.items():
+        each.keep_sinks = lambda layer, sinks_H, mixer=mixer: kept.update({(mixer, layer): sinks_H})  # type: ignore[method-assign]
+    memory: list[Tensor] = []
+
+    def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        memory.append(torch.empty(shape, dtype=dtype))
+        return memory[-1]
+
+    decoder = fallback.open(ops, lambda step: step.positions_N, **options, empty=empty)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor += 3
+    model.save_pretrained(tmp_path)
+    again = iter(memory)
+    fallback.reload(**options, empty=lambda shape, dtype: next(again))
+    assert next(again, None) is None
+    wanted, found = model.state_dict(), decoder.base.state_dict(prefix="model.")
+    assert all(torch.equal(tensor, wanted[name].to(tensor.dtype)) for name, tensor in found.items())
+    sinks = {name: tensor.float() for name, tensor in wanted.items() if "sink" in name}
+    assert len(kept) == len(sinks) and all(
+        torch.equal(sinks_H, sinks[f"model.{fallback.traced.sinks[layer]}"]) for (_, layer), sinks_H in kept.items()
+    )
 
 
 def test_a_model_without_a_head_embeds(tmp_path: Path) -> None:
