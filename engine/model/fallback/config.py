@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from headrace.adapters.untrusted import refuse
 from headrace.engine.errors import ModelRejected
-from headrace.engine.model.fallback.ropes import DIVISORS, long_ropes, pairs
+from headrace.engine.model.fallback.ropes import DIVISORS, LAYERS, ORIGINAL, long_ropes, pairs
 from headrace.engine.model.fallback.values import check_values, refuse_field, told
 from headrace.engine.model.families.own_code import has_other_code
 from headrace.engine.model.families.unread import ABSENT, refuse_unread, says_nothing
@@ -27,7 +27,6 @@ __all__ = ["FOUND_IN", "ModelClass", "knows", "model_class"]
 
 FOUND_IN: Final = "the transformers library's own module"
 _ORIGIN: Final = "config.json"
-_LAYERS: Final = frozenset(("full_attention", "sliding_attention", "attention"))
 _UNREAD: Final[Mapping[str, frozenset[str]]] = {
     "apertus": frozenset(("qk_norm",)),
     "minimax_m2": frozenset(
@@ -160,16 +159,28 @@ def _check(config: PreTrainedConfig) -> None:
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     _check_types(types)
     for rope in long_ropes(config):
-        for field, count in ((field, len(rope[field])) for field in DIVISORS):
-            if count != pairs(config, rope):
-                refuse(_ORIGIN, field, f"{count} numbers", f"{pairs(config, rope)}, one for each pair that is rotated")
+        _check_long_rope(config, rope)
+
+
+def _check_long_rope(config: PreTrainedConfig, rope: Mapping[str, object]) -> None:
+    """Refuse a longrope without divisors for each pair, or without the context to which short texts go."""
+    for field in DIVISORS:
+        divisors = rope.get(field)
+        if not isinstance(divisors, list):
+            refuse(_ORIGIN, field, divisors, "a list of numbers")
+        if len(divisors) != pairs(config, rope):
+            supported = f"{pairs(config, rope)}, one for each pair that is rotated"
+            refuse(_ORIGIN, field, f"{len(divisors)} numbers", supported)
+    _check_context(ORIGINAL, rope.get(ORIGINAL))
+    if hasattr(config, ORIGINAL):  # counts for more, whatever it is
+        _check_context(ORIGINAL, getattr(config, ORIGINAL))
 
 
 def _check_types(types: object) -> None:
     """Refuse a kind of layer that no attention is."""
     for kind in types if isinstance(types, list | tuple) else ():
-        if kind not in _LAYERS:
-            refuse(_ORIGIN, "layer_types", kind, ", ".join(sorted(_LAYERS)))
+        if not isinstance(kind, str) or kind not in LAYERS:
+            refuse(_ORIGIN, "layer_types", kind, ", ".join(sorted(LAYERS)))
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
@@ -181,10 +192,15 @@ def _check_layers(config: PreTrainedConfig) -> None:
 
 def _bound(config: PreTrainedConfig) -> int:
     """Return the number of tokens that a model was made for."""
-    bound, most = getattr(config, "max_position_embeddings", None), LIMITS["max_context"]
-    if not isinstance(bound, int) or not 1 <= bound <= most:
-        refuse(_ORIGIN, "max_position_embeddings", bound, f"an integer from 1 to {most}")
-    return bound
+    return _check_context("max_position_embeddings", getattr(config, "max_position_embeddings", None))
+
+
+def _check_context(field: str, value: object) -> int:
+    """Refuse what is no number of tokens, and return it."""
+    most = LIMITS["max_context"]
+    if type(value) is not int or not 1 <= value <= most:
+        refuse(_ORIGIN, field, value, f"an integer from 1 to {most}")
+    return value
 
 
 def _check_class(kind: type[PreTrainedModel]) -> None:

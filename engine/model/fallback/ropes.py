@@ -18,21 +18,33 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.adapters.untrusted import refuse
 
-__all__ = ["DIVISORS", "ORIGINAL", "freeze_ropes", "long_ropes", "pairs"]
+__all__ = ["DIVISORS", "LAYERS", "ORIGINAL", "freeze_ropes", "long_ropes", "pairs", "ropes_in"]
 
 DIVISORS: Final = ("short_factor", "long_factor")
 """Fields of a longrope: what divides the frequency of each pair in short texts, and in long ones."""
 ORIGINAL: Final = "original_max_position_embeddings"
+LAYERS: Final = frozenset(("full_attention", "sliding_attention", "attention"))
+"""Kinds of layers that attend, of which each may have a rope of its own."""
 _CHANGING: Final = frozenset(("dynamic", "longrope"))
 _ORIGIN: Final = "config.json"
 
 
-def _ropes(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of each rotary embedding: one, or one for each kind of layer."""
-    given = getattr(config, "rope_parameters", None)
+def ropes_in(given: object) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield the parameters of each rotary embedding in a field, and the key there that they stand behind.
+
+    That is None for those of all layers. A field may have both, of which a module then uses either.
+    """
     if isinstance(given, dict):
-        yield given
-        yield from (value for value in given.values() if isinstance(value, dict))
+        inside = [(str(key), value) for key, value in given.items() if isinstance(value, dict)]
+        if len(inside) < len(given) or not given:
+            yield None, given
+        yield from inside
+
+
+def _ropes(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
+    """Yield the parameters of each rotary embedding, but for kinds of layers of which there are none."""
+    absent = LAYERS.difference(getattr(config, "layer_types", None) or LAYERS)
+    return (rope for key, rope in ropes_in(getattr(config, "rope_parameters", None)) if key not in absent)
 
 
 def long_ropes(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
@@ -60,7 +72,8 @@ def freeze_ropes(model: nn.Module, config: PreTrainedConfig, context: int) -> No
     """
     frozen = {kind for module in model.modules() for kind in _freeze(module, context)}
     for rope in _ropes(config):
-        kind, is_fixed = rope.get("rope_type"), rope.get("alpha") is not None  # Hunyuan's, of one stretch for all
+        kind = rope.get("rope_type")
+        is_fixed = kind == "dynamic" and rope.get("alpha") is not None  # Hunyuan's, of one stretch for all
         if kind in _CHANGING - frozen and not is_fixed:
             refuse(_ORIGIN, "rope_type", kind, "rotations that do not depend on a request's length")
 

@@ -7,7 +7,7 @@ those of the model with different attention, and windows are so short that a tex
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 import torch
@@ -125,9 +125,9 @@ def small_model(model: FallbackModel) -> SmallModel:
         ModelRejected: transformers can run no model of two layers of this configuration.
     """
     failure: Exception | None = None
-    for config in _configs(model):
+    for sizes in (_SMALL, _FEW_IDS, {}):
         try:
-            return SmallModel(model, config)
+            return SmallModel(model, _config(model, sizes))
         except Exception as error:  # another library's constructors, with sizes that were guessed
             failure = error
     assert failure is not None
@@ -139,24 +139,23 @@ def small_model(model: FallbackModel) -> SmallModel:
     ) from failure
 
 
-def _configs(model: FallbackModel) -> Iterator[PreTrainedConfig]:
-    """Yield configurations of two layers, the smallest first."""
-    for sizes in (_SMALL, _FEW_IDS, {}):
-        config = copy.deepcopy(model.found.config)
-        _cut(config, _chosen(model))
-        own = config.to_dict()
-        names = {config.attribute_map.get(name, name): size for name, size in sizes.items()}
-        for name, size in names.items():
-            if isinstance(own.get(name), int) and own[name] > size:
-                setattr(config, name, size)
-        if sizes is _SMALL:
-            _match_heads(config, model)
-        _match_ropes(config, model.found.context)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            _forget(config, name)
-        if isinstance(getattr(config, "sliding_window", None), int):
-            config.sliding_window = _WINDOW
-        yield config
+def _config(model: FallbackModel, sizes: Mapping[str, int]) -> PreTrainedConfig:
+    """Return a configuration of two layers, none of whose sizes is larger than in `sizes`."""
+    config = copy.deepcopy(model.found.config)
+    _cut(config, _chosen(model))
+    own = config.to_dict()
+    names = {config.attribute_map.get(name, name): size for name, size in sizes.items()}
+    for name, size in names.items():
+        if isinstance(own.get(name), int) and own[name] > size:
+            setattr(config, name, size)
+    if sizes is _SMALL:
+        _match_heads(config, model)
+    _match_ropes(config, model.found.context)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        _forget(config, name)
+    if isinstance(getattr(config, "sliding_window", None), int):
+        config.sliding_window = _WINDOW
+    return config
 
 
 def _match_heads(config: PreTrainedConfig, model: FallbackModel) -> None:

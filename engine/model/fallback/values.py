@@ -7,7 +7,7 @@ Here they are refused, by the names that they have in the file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace.adapters.untrusted import Fields, plain, refuse
-from headrace.engine.model.fallback.ropes import DIVISORS, ORIGINAL
+from headrace.engine.model.fallback.ropes import DIVISORS, ORIGINAL, ropes_in
 from headrace.engine.model.spec import LIMITS
 
 __all__ = ["check_values", "refuse_field", "told"]
@@ -83,8 +83,8 @@ def check_values(described: Mapping[str, object], kind: type[PreTrainedConfig], 
             fields.refuse(name, "a dtype of torch, such as bfloat16")
     _check_experts(fields)
     for field in _ROPES:
-        for place, rope in _ropes(described.get(field), field):
-            _check_rope(Fields(rope, f"{origin}: {place}"))
+        for key, rope in ropes_in(described.get(field)):
+            _check_rope(Fields(rope, f"{origin}: {field}" if key is None else f"{origin}: {field}.{key}"))
 
 
 def _check_numbers(fields: Fields, kind: type[PreTrainedConfig]) -> None:
@@ -145,13 +145,6 @@ def _check_divisors(rope: Fields, name: str) -> None:
     for each in given if isinstance(given, list) and given else [None]:
         if isinstance(each, bool) or not isinstance(each, (int, float)) or not 1e-6 <= each <= 1e6:
             rope.refuse(name, "a list of numbers from 1e-06 to 1e+06")
-
-
-def _ropes(given: object, name: str) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield each rotary embedding in a field, with its place: one, or one for each kind of layer."""
-    if isinstance(given, Mapping):
-        inside = {f"{name}.{key}": value for key, value in given.items() if isinstance(value, Mapping)}
-        yield from inside.items() or [(name, given)]
 
 
 def refuse_field(error: Exception, described: Mapping[str, object], origin: str) -> None:

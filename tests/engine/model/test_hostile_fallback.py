@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 import pytest
-from fallback_models import described
+from fallback_models import ORIGINAL, described
+from transformers.models.olmo import modeling_olmo
 
 from headrace.engine import EngineConfig, ModelRejected
 from headrace.engine.model.fallback.choice import fallback_for
@@ -47,6 +48,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         {"layer_types": ["planted"] * 3},
         "layer_types",
         "is 'planted'; supported: .*attention",
+    ),
+    "a list for a kind of layer": (
+        "arcee",
+        {"layer_types": [[], "full_attention", "full_attention"]},
+        "layer_types",
+        r"is \[\]; supported: .*attention",
     ),
     "a negative window": (
         "cwm, window in the middle layer",
@@ -112,6 +119,70 @@ def test_impossible_numbers_of_a_rope_are_refused_by_name(
 )
 def test_ropes_that_modules_compute_are_taken(rope: dict[str, Any]) -> None:
     assert FallbackModel.read(described("arcee", rope_parameters=rope), "random").spec.max_context == 128
+
+
+PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+SCALED = {"factor": 2.0, "attention_factor": 1.0}
+PARTIAL = {field: values[:8] for field, values in DIVISORS.items()}
+LAGUNA = "laguna, more heads in the middle layer"
+PLANTED: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "divisors, beside a nested rope": (
+        "arcee", LONG_ROPE | DIVISORS | {"long_factor": [-1.0] * 12, "planted": PLAIN}, "long_factor", "is .-1.0, ",
+    ),
+    "a base, beside a nested rope": (
+        "arcee", {"rope_theta": -5.0, "planted": PLAIN}, "rope_theta", "rope_parameters: rope_theta is -5.0",
+    ),
+    "a base, in a nested rope": (
+        "arcee", {"rope_theta": 1e4, "planted": PLAIN | {"rope_theta": -5.0}}, "rope_theta", "planted: rope_theta is -",
+    ),
+    "no original context": (
+        "arcee", LONG_ROPE | DIVISORS | SCALED | {ORIGINAL: None},
+        ORIGINAL, "is None; supported: an integer from 1",
+    ),
+    "no original context of a nested rope": (
+        "arcee", LONG_ROPE | DIVISORS | {"planted": {"rope_type": "longrope", "rope_theta": 1e4, **DIVISORS}},
+        ORIGINAL, "is None; supported: an integer from 1",
+    ),
+    "no divisors beside those of layers": (
+        LAGUNA, {"rope_type": "longrope", "full_attention": PLAIN, "sliding_attention": PLAIN}, "short_factor",
+        "is None",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_rope_within_another_hides_nothing(what: str) -> None:
+    name, rope, field, words = PLANTED[what]
+    with pytest.raises(ModelRejected, match=words) as caught:
+        FallbackModel.read(described(name, rope_parameters=rope), "random")
+    assert caught.value.field == field
+
+
+def test_an_original_context_beside_a_rope_counts_for_more() -> None:
+    config = described("arcee", rope_parameters=LONG_ROPE | DIVISORS | SCALED, **{ORIGINAL: None})
+    with pytest.raises(ModelRejected, match=f"{ORIGINAL} is None; supported: an integer from 1") as caught:
+        FallbackModel.read(config, "random")
+    assert caught.value.field == ORIGINAL
+
+
+def test_an_alpha_excuses_dynamic_ropes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a longrope whose module has no frequencies by the usual name."""
+    plain = modeling_olmo.OlmoRotaryEmbedding.__init__
+
+    def init(self: Any, config: Any) -> None:
+        plain(self, config)
+        self.rope_type = "planted"
+
+    monkeypatch.setattr(modeling_olmo.OlmoRotaryEmbedding, "__init__", init)
+    rope = LONG_ROPE | PARTIAL | {"alpha": 5.0}
+    with pytest.raises(ModelRejected, match="rope_type is 'longrope'; supported: rotations that do not"):
+        FallbackModel.read(described("olmo", rope_parameters=rope), "random")
+
+
+def test_a_rope_of_layers_that_a_model_lacks_does_not_matter() -> None:
+    ropes = {"full_attention": PLAIN, "sliding_attention": LONG_ROPE | DIVISORS}
+    config = described(LAGUNA, layer_types=["full_attention"] * 3, rope_parameters=ropes)
+    assert FallbackModel.read(config, "random").spec.windows == (None, None, None)
 
 
 @pytest.mark.parametrize("asked", ["auto", "transformers"])
