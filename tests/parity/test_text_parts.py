@@ -289,6 +289,35 @@ def test_an_engine_refuses_images(tmp_path: Path) -> None:
     anyio.run(run)
 
 
+@pytest.mark.parametrize("whole", SPEAKING, ids=lambda each: each.model_type)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("is_encoder_decoder", True), ("add_cross_attention", True), ("alibi", True), ("model_type", "planted"),
+        ("auto_map", {"AutoModel": "a.Planted"}),
+    ],
+)  # fmt: skip
+def test_what_a_thinker_says_counts(whole: Any, field: str, value: object) -> None:
+    kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[whole.model_type]
+    config = kind().to_dict() | {"architectures": [whole.architecture]}
+    config["thinker_config"]["text_config"]["num_attention_heads"] = 16  # by which hidden sizes can be divided
+    assert from_hf(config).architecture == whole.architecture
+    config["thinker_config"][field] = value
+    with pytest.raises(ModelRejected, match=f"config.json: thinker_config: {field} is") as refused:
+        from_hf(config)
+    assert (refused.value.field, refused.value.value) == (field, value)
+
+
+@pytest.mark.parametrize("places", [(), ("text_config",), ("thinker_config",), ("thinker_config", "text_config")])
+def test_quantisation_is_found_wherever_a_config_says_so(places: tuple[str, ...], tmp_path: Path) -> None:
+    said = {"quant_method": "compressed-tensors"}
+    config: dict[str, Any] = {"quantization_config": said}
+    for place in reversed(places):
+        config = {place: config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_hf_config(tmp_path)["quantization_config"] == said
+
+
 NAMED = {"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}
 QWEN2_VL = {"architectures": ["Qwen2VLForConditionalGeneration"]}
 REFUSED = [

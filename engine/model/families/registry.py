@@ -6,7 +6,7 @@ imports torch. Next: checkpoint/weights.py fills the parameters that a spec call
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -87,7 +87,8 @@ def read_hf_config(folder: Path) -> dict[str, object]:
     """Return `config.json` of a Hugging Face folder, at most 4 MiB of it.
 
     ModelOpt says in a file of its own, hf_quant_config.json, how weights are quantised; that counts as the config's
-    `quantization_config` where there is none, and so does what a text part's config says.
+    `quantization_config` where there is none, and so does what is said of a text part, or of what has it in a model
+    that speaks.
 
     Raises:
         ModelRejected: A file is missing, too long, or not an unambiguous JSON object.
@@ -98,10 +99,17 @@ def read_hf_config(folder: Path) -> dict[str, object]:
         if not isinstance(beside, Mapping):
             refuse(QUANTISATION_FILE, "quantization", beside, "an object")
         config["quantization_config"] = {**beside, "quant_method": "modelopt"}
-    inside = config.get("text_config")
-    if config.get("quantization_config") is None and isinstance(inside, Mapping):
-        config["quantization_config"] = inside.get("quantization_config")
+    found = (each.get("quantization_config") for each in _with_inner(config))
+    if (said := next((each for each in found if each is not None), None)) is not None:
+        config["quantization_config"] = said
     return config
+
+
+def _with_inner(config: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """Yield a config.json, and what is within it about a text part and about what has one."""
+    for whole in (config, *(config.get(each.within) for each in MULTIMODAL if each.within is not None)):
+        if isinstance(whole, Mapping):
+            yield from (each for each in (whole, whole.get("text_config")) if isinstance(each, Mapping))
 
 
 def has_family(config: Mapping[str, object], families: Sequence[Family] = FAMILIES) -> bool:
@@ -186,12 +194,12 @@ def _of_text_part(
     if family is None:
         known = ", ".join(each.model_type for each in families)
         refuse(part.origin, "model_type", part.family, f"a family with native code: {known}")
-    fields = Fields(config, origin)
-    if has_other_code(config, whole.names):
-        fields.refuse("auto_map", "models that need no code of their own")
-    if config.get("model_type", whole.model_type) != whole.model_type:
-        fields.refuse("model_type", f"{whole.model_type}, which goes with {whole.architecture}")
-    for data, place in ((config, origin), (part.config, part.origin)):
+    for kind, data, place in part.wholes:
+        if has_other_code(data, kind.names):
+            refuse(place, "auto_map", data["auto_map"], "models that need no code of their own")
+        if data.get("model_type", kind.model_type) != kind.model_type:
+            refuse(place, "model_type", data["model_type"], f"{kind.model_type}, which goes with {kind.architecture}")
+    for data, place in (*((each.config, each.origin) for each in part.wholes), (part.config, part.origin)):
         read = HfConfig(FieldsRead(data), place, whole.architecture, has_head=True)
         read.check(family.heeds | {"text_config", "vision_config"})
     spec = family.from_config(read)

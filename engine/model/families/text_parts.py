@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from headrace.adapters.untrusted import refuse
 
-__all__ = ["HOMES", "MULTIMODAL", "Multimodal", "TextPart", "text_part"]
+__all__ = ["HOMES", "MULTIMODAL", "Multimodal", "TextPart", "Whole", "text_part"]
 
 HOMES: Final = (
     ("model.language_model.", ""),
@@ -58,7 +58,8 @@ class Multimodal:
     """Whether all text parts are of this kind, whatever their config says. Older files have their fields beside
     `vision_config`, and not in an object of their own."""
     within: str | None = None
-    """Field with the config of what the text part is a part of, in models that speak, too; None for the whole file."""
+    """Field with the config of what the text part is a part of, in models that speak, too; None for the whole file.
+    For `x_config` in a `model_type` m, that is of the `model_type` m_x, which is one of these architectures itself."""
     former_names: tuple[str, ...] = ()
     """Names that `architectures` of published configs have in place of `architecture`."""
 
@@ -197,11 +198,21 @@ _TIED_BY_THE_WHOLE: Final = ("qwen3_vl_moe_text", "qwen2_5_omni_text")
 """Kinds whose own class says that the head is the embedding, whether or not it is in the whole model."""
 
 
+class Whole(NamedTuple):
+    """What a text part is a part of, as its config describes it."""
+
+    kind: Multimodal
+    config: Mapping[str, object]
+    origin: str
+    """Where the fields stand, for messages."""
+
+
 @dataclass(frozen=True, slots=True)
 class TextPart:
     """The text part of a multimodal model, as its config.json describes it."""
 
-    whole: Multimodal
+    wholes: tuple[Whole, ...]
+    """The model, and within one that speaks what has the text part."""
     family: str
     """The `model_type` of its family."""
     config: Mapping[str, object]
@@ -216,7 +227,11 @@ def text_part(whole: Multimodal, config: Mapping[str, object], origin: str) -> T
     Raises:
         ModelRejected: There is no description of a text part.
     """
-    config, origin = _around(whole, config, origin)
+    wholes = [Whole(whole, config, origin)]
+    if whole.within is not None:
+        wholes.append(_inside(wholes[0], whole.within))
+        dtype = _first(config, wholes[1].config, "dtype", "torch_dtype")
+        config, origin = {**wholes[1].config, "dtype": dtype}, wholes[1].origin
     given, place = config.get(_CONFIG), f"{origin}: {_CONFIG}"
     if given is None and whole.has_own_text:
         given, place = {name: value for name, value in config.items() if name != "vision_config"}, origin
@@ -234,17 +249,16 @@ def text_part(whole: Multimodal, config: Mapping[str, object], origin: str) -> T
         fields.update((name, _of_text(fields[name])) for name in _ROPES if name in fields)
     if kind == "glm4v_text" and fields.get("head_dim") is None:
         fields["head_dim"] = _shared_out(fields["hidden_size"], fields["num_attention_heads"])
-    return TextPart(whole, _FAMILIES.get(kind, kind), fields, place)
+    return TextPart(tuple(wholes), _FAMILIES.get(kind, kind), fields, place)
 
 
-def _around(whole: Multimodal, config: Mapping[str, object], origin: str) -> tuple[Mapping[str, object], str]:
-    """Return the config of what the text part is a part of, and where it stands."""
-    if whole.within is None:
-        return config, origin
-    inside = config.get(whole.within)
-    if not isinstance(inside, Mapping):
-        refuse(origin, whole.within, inside, "an object that describes what has the text part")
-    return {**inside, "dtype": _first(config, inside, "dtype", "torch_dtype")}, f"{origin}: {whole.within}"
+def _inside(outer: Whole, field: str) -> Whole:
+    """Return what a field of a model that speaks describes: one that has a name of its own, too."""
+    config, model_type = outer.config.get(field), f"{outer.kind.model_type}_{field.removesuffix('_config')}"
+    if not isinstance(config, Mapping):
+        refuse(outer.origin, field, config, "an object that describes what has the text part")
+    kind = next(each for each in MULTIMODAL if each.model_type == model_type)
+    return Whole(kind, config, f"{outer.origin}: {field}")
 
 
 def _shared_out(hidden: object, heads: object) -> int | None:
