@@ -231,6 +231,8 @@ def test_granite_4_has_the_feed_that_models_with_experts_share_and_rotates_heads
         ({"position_embedding_type": "alibi"}, "position_embedding_type", "alibi"),
         ({"normalization_function": "layernorm"}, "normalization_function", "layernorm"),
         ({"num_experts": 8}, "num_experts", 8),
+        ({"num_local_experts": False}, "num_local_experts", False),
+        ({"num_local_experts": 0.0}, "num_local_experts", 0.0),
     ],
 )
 def test_what_no_granite_4_may_say(changes: dict[str, Any], field: str, value: object) -> None:

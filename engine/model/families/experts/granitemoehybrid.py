@@ -41,7 +41,8 @@ _OF_OTHERS: Final = frozenset(
 def _from_config(config: HfConfig) -> DecoderSpec:
     config.expect("normalization_function", "rmsnorm")
     attending, shared = _attending(config), expert_size(config, "shared_intermediate_size", 1024)
-    if config.data.get("num_local_experts") == 0:
+    experts = config.data.get("num_local_experts")
+    if type(experts) is int and experts == 0:
         spec = granite_decoder(attending, DenseFeed(shared), _DENSE_NAMES)
     else:
         feed = replace(granite_experts(config), shared=SharedExpert(shared))
