@@ -18,7 +18,8 @@ from torch import Tensor
 from headrace.engine.model.checkpoint.found import Checkpoint, Found, Pieces, Place, Staging, refuse_tensor
 from headrace.engine.model.checkpoint.quantised.parts import check_scale, expect
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
-from headrace.ops.formats import Dense, Stored
+from headrace.engine.model.checkpoint.transposed import transposed_in_stack
+from headrace.ops.formats import Stored
 from headrace.ops.quantised import Float4Groups
 
 __all__ = ["InterleavedExperts"]
@@ -43,21 +44,9 @@ class InterleavedExperts:
         stem, expert, rows = match[1], int(match[2]), _ROWS[match[3]]
         tensor = f"{stem}.{'down_proj' if match[3] == 'turned' else 'gate_up_proj'}"
         if tensor in files.shapes:
-            return _plain(files, tensor, expert, rows)
+            _check(files, tensor, len(files.shapes[tensor]) == 3, expert)
+            return transposed_in_stack(files, tensor, expert, rows)
         return _packed(files, tensor, expert, rows) if f"{tensor}_blocks" in files.shapes else None
-
-
-def _plain(files: SafetensorsFolder, tensor: str, expert: int, rows: slice) -> Found:
-    shape, dtype = files.shapes[tensor], files.weight_dtype(tensor)
-    _check(files, tensor, len(shape) == 3, expert)
-    outs, ins = len(range(shape[2])[rows]), shape[1]
-
-    def pieces(_elements: int, staging: Staging) -> Pieces:
-        block_IO = files.rows(tensor, expert * ins, (expert + 1) * ins, staging, in_stack=True)
-        yield 0, Stored.from_dense(block_IO.T[rows].contiguous())
-
-    place = Place(expert, shape[0], outs * ins * dtype.itemsize)
-    return Found(Dense(dtype), (outs, ins), (tensor,), pieces, place=place)
 
 
 def _packed(files: SafetensorsFolder, tensor: str, expert: int, rows: slice) -> Found:

@@ -18,6 +18,7 @@ from headrace.engine.model.checkpoint.found import Checkpoint, Found, Pieces, Pl
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.quantised.parts import CODES, is_plain, present
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
+from headrace.engine.model.checkpoint.transposed import transposed_in_stack
 from headrace.ops.formats import Dense, Stored
 
 __all__ = ["StackedExperts"]
@@ -72,18 +73,11 @@ def _are_turned(files: SafetensorsFolder, experts: str) -> bool:
 
 
 def _turned(files: SafetensorsFolder, tensor: str, expert: int, role: str) -> Found:
-    """Return an expert's matrix of a stack of [in, out], where ups lie beside gates: all of it at once."""
-    count, ins, outs = files.shapes[tensor]
+    """Return an expert's matrix of a stack of [in, out], where ups lie beside gates."""
+    count, _, outs = files.shapes[tensor]
     _check_stack(files, tensor, count, expert)
     half = {"gate_proj": slice(outs // 2), "up_proj": slice(outs // 2, None)}.get(role, slice(None))
-    shape, format = (len(range(outs)[half]), ins), Dense(files.weight_dtype(tensor))
-
-    def pieces(_elements: int, staging: Staging) -> Pieces:
-        block_IO = files.rows(tensor, expert * ins, (expert + 1) * ins, staging, in_stack=True)
-        yield 0, Stored.from_dense(block_IO.T[half].contiguous())
-
-    place = Place(expert, count, shape[0] * ins * format.dtype.itemsize)
-    return Found(format, shape, (tensor,), pieces, place=place)
+    return transposed_in_stack(files, tensor, expert, half)
 
 
 def _in_gguf(files: GgufFile, name: str) -> Found | None:
