@@ -103,6 +103,7 @@ ALIKE = {
 """Families whose GGUF files call themselves like those of another."""
 CHANGES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64},
     "granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0},
