@@ -396,7 +396,7 @@ def test_a_bad_key_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ),
         ("serve {model} --speculate ngram:k=99", 1, "k: must be an int from 1 to 16, got 99 (--speculate)"),
         ("serve {model} --speculate draft:no/such", 1, "the draft model no/such cannot be used: "),
-        ("serve {model} --speculate eagle:no/such", 1, "speculation.path: no/such: no such folder"),
+        ("serve {model} --speculate eagle:no/such", 1, "fetches the model (`hf download no/such` does, too"),
         ("serve {model} --set max_row=1", 1, "max_row: there is no such option (did you mean max_rows?), got '1'"),
         ("serve {model} --set policy=weird", 1, "fair_share, deadlines, got 'weird'"),
         ("serve {model} --scheduling-policy weird", 1, "fair_share, deadlines, got 'weird' (--scheduling-policy)"),
