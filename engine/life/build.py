@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import torch
-
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import DeviceUnavailable, InvalidParams, ModelRejected
 from headrace.engine.intake.messages import Message
@@ -34,7 +32,7 @@ from headrace.engine.model.fallback.choice import check_native, fallback_for
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.device import BuiltKernels, Device
-from headrace.engine.model.shared.find_gpu import find_gpu
+from headrace.engine.model.shared.find_gpu import find_gpu, means_cpu
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.scheduling.pooling import Embedding
 from headrace.engine.stats import EngineInfo
@@ -164,7 +162,7 @@ def _fallback(config: EngineConfig, described: Mapping[str, object], path: Path)
         from headrace.engine.model.cpu.trial import try_fallback  # imports transformers' models
 
         kinds = model.products
-        if _is_cpu(config):
+        if means_cpu(config.device):
             kinds = kinds | model.norms if runs_native(model.spec) else frozenset()
         model.taken = try_fallback(model, kinds)
         logger.info("transformers' module computes the layers of this model: %s", model.why)
@@ -172,11 +170,6 @@ def _fallback(config: EngineConfig, described: Mapping[str, object], path: Path)
             found = "headrace's own products and norms were not found to work in place of these"
             logger.info("%s, which are left to torch: %s", found, ", ".join(sorted(left)))
     return model
-
-
-def _is_cpu(config: EngineConfig) -> bool:
-    """Return whether the engine runs on a CPU."""
-    return config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
 
 
 def _open_encoder(config: EngineConfig, path: Path, name: str) -> Opened:
@@ -293,7 +286,7 @@ def _open_device(
     draft: DraftSource | None,
     change_drafts: ChangeDrafts | None,
 ) -> Device:
-    if _is_cpu(config):
+    if means_cpu(config.device):
         if change_drafts is not None:
             raise DeviceUnavailable("device: a benchmark changes how drafts are made on a GPU alone", field="device")
         return open_cpu(config, spec, source, draft)

@@ -31,6 +31,14 @@ def check_read(folder: Path, tensors: dict[str, Tensor]) -> None:
         Inventory(files, from_hf(read_hf_config(folder)))
 
 
+def saved_and_read(model: Any, folder: Path) -> dict[str, Tensor]:
+    """The tensors as transformers saves a model, which headrace reads."""
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    check_read(folder, stored)
+    return stored
+
+
 def test_families_whose_names_are_converted_are_those_below() -> None:
     mappings = {family.model_type: [family.model_type, family.architecture] for family in FAMILIES}
     converted = {kind for kind, names in mappings.items() if any(map(get_checkpoint_conversion_mapping, names))}
@@ -41,9 +49,7 @@ def test_families_whose_names_are_converted_are_those_below() -> None:
 @pytest.mark.parametrize("name", NATIVE)
 def test_published_names_have_each_that_a_family_converts(name: str, tmp_path: Path) -> None:
     model = NATIVE[name]()
-    model.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    check_read(tmp_path, stored)
+    stored = saved_and_read(model, tmp_path)
     for rule in get_model_conversion_mapping(model, add_legacy=False):
         for source in rule.source_patterns:
             pattern = source.replace(".*.", r"\.\d+\.")
@@ -60,9 +66,7 @@ def before(rule: WeightRenaming, source: str, name: str) -> str:
 @pytest.mark.parametrize("name", TEXT_PARTS)
 def test_names_of_text_parts_are_read_by_whichever_rule_converts_them(name: str, tmp_path: Path) -> None:
     model = TEXT_PARTS[name]()
-    model.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    check_read(tmp_path, stored)
+    stored = saved_and_read(model, tmp_path)
     names = from_hf(read_hf_config(tmp_path)).names
     has_head = any(each.endswith("lm_head.weight") for each in stored)
     state = {key: each for key, each in model.state_dict().items() if has_head or key != "lm_head.weight"}

@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
-import torch
 from anyio import to_thread
 from rich.progress import Progress
 
@@ -31,6 +30,7 @@ from headrace.engine.bench.profile import Commit, watching
 from headrace.engine.bench.report import show, spread
 from headrace.engine.bench.shapes import located, spec_of
 from headrace.engine.bench.workload import random_prompts
+from headrace.engine.model.shared.find_gpu import means_cpu
 from headrace.engine.speculation import Eagle, Speculation, speculation_of
 
 if TYPE_CHECKING:
@@ -156,8 +156,9 @@ def run(target: Target, plan: Plan, json_path: str | None) -> None:
         drafter_of(plan.drafter, plan.k)
     if "speculation" in target.more:
         raise BenchmarkFailed("--set speculation: this benchmark chooses it; use --drafter and --k")
-    on_cpu = target.device == "cpu" or (target.device == "auto" and not torch.cuda.is_available())
-    if on_cpu and (by_chance := [*{"on", "wrong"}.intersection(plan.modes), *{_FREE}.intersection([plan.drafter])]):
+    if means_cpu(target.device) and (
+        by_chance := [*{"on", "wrong"}.intersection(plan.modes), *{_FREE}.intersection([plan.drafter])]
+    ):
         raise BenchmarkFailed(
             f"{min(by_chance)}: only a GPU lets chance decide which drafts are right, or has drafts that take no time; "
             "on a CPU, measure --modes off,idle with --drafter eagle3 or ngram, or drafts of real text with --task"

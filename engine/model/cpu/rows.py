@@ -108,7 +108,6 @@ class CpuRows:
         as many as `drafted` says. If the target has `computed` the works before, none is left out, and none uses an
         adapter: those of rows that have ended may be unloaded.
         """
-        bank = None if computed else self._bank
         going = [index for index, work in enumerate(works) if computed or not self._is_left_out(work)]
         decodes = sorted((index for index in going if works[index].num_tokens == 1), key=lambda at: works[at].start)
         order = decodes + [index for index in going if works[index].num_tokens > 1]
@@ -138,11 +137,11 @@ class CpuRows:
             slots_N=torch.from_numpy(slots),
             decodes=self._groups([works[index] for index in decodes]),
             prefills=self._prefills([works[index] for index in order[len(decodes) :]], len(decodes)),
-            given=() if bank is None else bank.given(rows, positions),
+            given=() if computed or self._bank is None else self._bank.given(rows, positions),
         )
         tokens_N = torch.from_numpy(self._tokens[rows, positions])
         last_S = torch.tensor(last, dtype=torch.int64)
-        users = [] if bank is None else bank.users(rows, positions)
+        users = [] if computed else self._users(rows, positions)
         adapted_samplers = self._users(rows[last], positions[last]) if users and last else []
         return StepBatch(tokens_N, rows, paged, samplers, last_S, choosing, prompts, pooled, users, adapted_samplers)
 

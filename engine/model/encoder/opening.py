@@ -13,7 +13,7 @@ from headrace.engine.model.encoder.runner import EncoderRunner
 from headrace.engine.model.encoder.spec import EncoderSpec, longest_text
 from headrace.engine.model.encoder.weights import encoder_parts, load_encoder
 from headrace.engine.model.shared.device import Device
-from headrace.engine.model.shared.find_gpu import find_gpu
+from headrace.engine.model.shared.find_gpu import find_gpu, means_cpu
 from headrace.engine.model.shared.torch_threads import default_threads
 from headrace.engine.scheduling.plan import Capacity
 from headrace.engine.stats import WeightPart
@@ -40,8 +40,7 @@ def open_encoder(config: EngineConfig, spec: EncoderSpec, folder: Path) -> Devic
             raise InvalidParams(
                 f"{field}: an encoder takes {limit}, got {value}", field=field, value=value, limit=limit
             )
-    is_on_cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    device = torch.device("cpu") if is_on_cpu else find_gpu(config.device)
+    device = torch.device("cpu") if means_cpu(config.device) else find_gpu(config.device)
     dtype = encoder_dtype(config, device)
     capacity = _capacity(config, spec, folder, device.type)
     threads = config.cpu_threads or default_threads()

@@ -1,4 +1,7 @@
-"""`find_gpu`: finds the GPU that a name stands for, or says what would help if there is none; needs torch alone."""
+"""`find_gpu`: finds the GPU that a name stands for, or says what would help if there is none; needs torch alone.
+
+`means_cpu` says whether the name of a device stands for the CPU.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,12 @@ import torch
 
 from headrace.engine.errors import DeviceUnavailable
 
-__all__ = ["find_gpu"]
+__all__ = ["find_gpu", "means_cpu"]
+
+
+def means_cpu(name: str) -> bool:
+    """Return whether the device called `name` is the CPU, as "auto" is where torch sees no GPU."""
+    return name == "cpu" or (name == "auto" and not torch.cuda.is_available())
 
 
 def find_gpu(name: str) -> torch.device:
