@@ -194,12 +194,12 @@ def _of_text_part(
     if family is None:
         known = ", ".join(each.model_type for each in families)
         refuse(part.origin, "model_type", part.family, f"a family with native code: {known}")
-    for kind, data, place in part.wholes:
+    for kind, data, place in part.containers:
         if has_other_code(data, kind.names):
             refuse(place, "auto_map", data["auto_map"], "models that need no code of their own")
         if data.get("model_type", kind.model_type) != kind.model_type:
             refuse(place, "model_type", data["model_type"], f"{kind.model_type}, which goes with {kind.architecture}")
-    for data, place in (*((each.config, each.origin) for each in part.wholes), (part.config, part.origin)):
+    for data, place in (*((each.config, each.origin) for each in part.containers), (part.config, part.origin)):
         read = HfConfig(FieldsRead(data), place, whole.architecture, has_head=True)
         read.check(family.heeds | {"text_config", "vision_config"})
     spec = family.from_config(read)

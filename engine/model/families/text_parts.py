@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from headrace.adapters.untrusted import refuse
 
-__all__ = ["HOMES", "MULTIMODAL", "Multimodal", "TextPart", "Whole", "text_part"]
+__all__ = ["HOMES", "MULTIMODAL", "Multimodal", "TextPart", "Container", "text_part"]
 
 HOMES: Final = (
     ("model.language_model.", ""),
@@ -198,7 +198,7 @@ _TIED_BY_THE_WHOLE: Final = ("qwen3_vl_moe_text", "qwen2_5_omni_text")
 """Kinds whose own class says that the head is the embedding, whether or not it is in the whole model."""
 
 
-class Whole(NamedTuple):
+class Container(NamedTuple):
     """What a text part is a part of, as its config describes it."""
 
     kind: Multimodal
@@ -211,7 +211,7 @@ class Whole(NamedTuple):
 class TextPart:
     """The text part of a multimodal model, as its config.json describes it."""
 
-    wholes: tuple[Whole, ...]
+    containers: tuple[Container, ...]
     """The model, and within one that speaks what has the text part."""
     family: str
     """The `model_type` of its family."""
@@ -227,11 +227,11 @@ def text_part(whole: Multimodal, config: Mapping[str, object], origin: str) -> T
     Raises:
         ModelRejected: There is no description of a text part.
     """
-    wholes = [Whole(whole, config, origin)]
+    containers = [Container(whole, config, origin)]
     if whole.within is not None:
-        wholes.append(_inside(wholes[0], whole.within))
-        dtype = _first(config, wholes[1].config, "dtype", "torch_dtype")
-        config, origin = {**wholes[1].config, "dtype": dtype}, wholes[1].origin
+        containers.append(_inside(containers[0], whole.within))
+        dtype = _first(config, containers[1].config, "dtype", "torch_dtype")
+        config, origin = {**containers[1].config, "dtype": dtype}, containers[1].origin
     given, place = config.get(_CONFIG), f"{origin}: {_CONFIG}"
     if given is None and whole.has_own_text:
         given, place = {name: value for name, value in config.items() if name != "vision_config"}, origin
@@ -249,16 +249,16 @@ def text_part(whole: Multimodal, config: Mapping[str, object], origin: str) -> T
         fields.update((name, _of_text(fields[name])) for name in _ROPES if name in fields)
     if kind == "glm4v_text" and fields.get("head_dim") is None:
         fields["head_dim"] = _shared_out(fields["hidden_size"], fields["num_attention_heads"])
-    return TextPart(tuple(wholes), _FAMILIES.get(kind, kind), fields, place)
+    return TextPart(tuple(containers), _FAMILIES.get(kind, kind), fields, place)
 
 
-def _inside(outer: Whole, field: str) -> Whole:
+def _inside(outer: Container, field: str) -> Container:
     """Return what a field of a model that speaks describes: one that has a name of its own, too."""
     config, model_type = outer.config.get(field), f"{outer.kind.model_type}_{field.removesuffix('_config')}"
     if not isinstance(config, Mapping):
         refuse(outer.origin, field, config, "an object that describes what has the text part")
     kind = next(each for each in MULTIMODAL if each.model_type == model_type)
-    return Whole(kind, config, f"{outer.origin}: {field}")
+    return Container(kind, config, f"{outer.origin}: {field}")
 
 
 def _shared_out(hidden: object, heads: object) -> int | None:
