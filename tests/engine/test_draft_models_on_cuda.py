@@ -63,7 +63,7 @@ def alone(model: Path, gpu: Gpu) -> list[Any]:
     return anyio.run(run)
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_drafts_change_no_token(
     way: str, model: Path, alone: list[Any], gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +97,7 @@ async def drafted(engine: Engine, prompts: list[list[int]], count: int, temperat
     return counts.drafted_tokens - before.drafted_tokens, counts.accepted_tokens - before.accepted_tokens
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_that_drafts_for_itself_is_always_right(

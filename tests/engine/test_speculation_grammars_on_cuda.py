@@ -61,7 +61,7 @@ def alone(model: Path, gpu: Gpu) -> Answers:
     return anyio.run(run)
 
 
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("drafter", ["told", "n-gram", "draft model"])
 def test_drafts_change_no_token(

@@ -70,7 +70,7 @@ def alone(model: Path, gpu: Gpu) -> list[Any]:
     return anyio.run(run)
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(4)
 @pytest.mark.parametrize(
     ("name", "way"), [("EAGLE", "roomy"), ("EAGLE-3", "roomy"), ("EAGLE-3", "short of pages"),
                       ("EAGLE-3", "swapped"), ("Medusa", "roomy")]

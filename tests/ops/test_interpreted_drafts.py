@@ -217,7 +217,7 @@ for width, lag in ((40, 16), (4096, 16), (9000, 3)):
 """
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("script", [SCRIPT, CHOICE, KEEP], ids=["drafts", "choice", "keep"])
 def test_kernels_do_what_slow_code_does(script: str) -> None:
     interpret(script)

@@ -225,7 +225,7 @@ def some_formats() -> list[str]:
     return names if EVERYTHING else chosen(names, 2, COMMIT)
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize(("part", "lines"), [("choices", 7), ("dense", 7), ("codes", 2)])
 def test_kernels_of_experts_compute_what_route_and_loops_do(part: str, lines: int) -> None:
     """Choices and their lists, dense experts, and experts in codes, in a process each."""

@@ -120,6 +120,7 @@ def expected(asked: Sequence[tuple[Sequence[int], Sampling]], count: int) -> lis
 # -- right tokens ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize(("name", "attention"), [("mistral", "fa2"), ("qwen3", "xqa"), ("qwen2 windowed", "even")])
 def test_greedy_tokens_are_transformers_best(
     zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, name: str, attention: str
@@ -233,6 +234,7 @@ def test_engines_of_one_process_open_one_after_another(zoo: Zoo, gpu: Gpu, monke
     assert most == 1
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("launch_ahead", [1, 4])
 def test_random_requests_under_launch_ahead(
     zoo: Zoo, judges: Callable[[str], Judge], gpu: Gpu, launch_ahead: int
@@ -242,6 +244,7 @@ def test_random_requests_under_launch_ahead(
     judges("qwen3").check(made.greedy_outputs(), f"launch_ahead {launch_ahead}")
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("launch_ahead", [1, 4])
 def test_sampled_tokens_are_those_of_the_cpu(
     zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, launch_ahead: int
@@ -574,6 +577,7 @@ def test_a_device_that_is_lost_while_masks_are_awaited_ends_everything(zoo: Zoo,
     threads.check_ended()
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("fails", ["_count_known_kernel", "_shape_kernel", "memory"])
 def test_shaping_without_memory_costs_the_requests_of_its_step(
     zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, fails: str

@@ -74,6 +74,7 @@ def test_drafts_are_those_of_the_definition(
             assert drafting.verified(rows, seed, 2) == expected, "behind steps with drafts and without"
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "EAGLE-3 of all tokens, named like a layer", "Medusa"])
 def test_drafts_are_the_same_behind_many_steps_without(
     name: str, target_folder: Path, model: Any, gpu: Gpu, tmp_path: Path

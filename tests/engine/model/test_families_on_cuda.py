@@ -56,7 +56,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(6)
 @pytest.mark.parametrize("family", [*REORDERED, *OTHERS, *LAYER_NORMED, *EXPERTS, *LATENT])
 def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
     async def run() -> list[Output]:
@@ -90,7 +90,7 @@ def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
         "gpt-oss",
     ],
 )
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(4)
 def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> None:
     modules = ["q_proj", "k_proj", "v_proj", "o_proj"] if family in EXPERTS else "all-linear"
     made = make(zoo.folder(family), tmp_path, family, {"r": 8, "target_modules": modules})
@@ -107,7 +107,7 @@ def test_an_adapter_of_every_module(zoo: Zoo, family: str, tmp_path: Path) -> No
     Judge(made.merged, "cpu").check(outputs, family)
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["olmo3", "hunyuan", *REORDERED])
 def test_keys_and_values_of_a_prefix_are_kept_as_they_are(zoo: Zoo, family: str, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ WAYS = {"gemma2": ("fused", "fa2", "split"), "gpt-oss": ("fused", "even", "split
 """Kernels of decodes that bound scores, and those that have sinks."""
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize(("family", "way"), [(family, way) for family, ways in WAYS.items() for way in ways])
 def test_bounds_and_sinks_in_chunks_and_behind_prefixes(zoo: Zoo, family: str, way: str) -> None:
     """Prompts take several steps beside decodes, and follow-ups find their first pages."""
@@ -170,6 +170,7 @@ def test_bounds_and_sinks_in_chunks_and_behind_prefixes(zoo: Zoo, family: str, w
     Judge(zoo.folder(family), "cpu").check(outputs, f"{family}, {way}")
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("family", WAYS)
 def test_bounds_and_sinks_with_a_cache_of_8_bits(zoo: Zoo, family: str) -> None:
     async def run() -> list[Output]:

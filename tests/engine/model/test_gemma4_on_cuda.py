@@ -80,7 +80,7 @@ def test_prefixes_are_found_and_a_sleep_changes_nothing(zoo: Zoo, judges: Callab
     judges(family).check(outputs, f"{family}: found prefixes, sleeps")
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("swaps", [False, True])
 def test_chunks_beside_decodes_and_pages_that_run_out(
     zoo: Zoo, judges: Callable[[str], Judge], family: str, swaps: bool
@@ -130,6 +130,7 @@ def test_no_pool_grows_where_another_one_cannot(zoo: Zoo) -> None:
             opened.runner.close()
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("family", FAMILIES[:2])
 def test_a_cache_of_8_bits(zoo: Zoo, family: str) -> None:
     """Rounding moves the small model too much for a judge."""
@@ -153,6 +154,7 @@ MODULES = {
 }
 
 
+@pytest.mark.rotated(3)
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_update_layers_of_different_sizes(zoo: Zoo, family: str, tmp_path: Path) -> None:
     own = rf".*layers\.\d+\.(self_attn|mlp)\.({'|'.join(MODULES[family])})"
@@ -259,7 +261,7 @@ def check_drafts(folder: Path, judge: Judge, pages: int, swap: int, monkeypatch:
     judge.check([Output(each.prompt_token_ids, each.choices[0].token_ids) for each in found], what)
 
 
-@pytest.mark.rotated(3)
+@pytest.mark.rotated(5)
 @pytest.mark.parametrize(("pages", "swap"), [(0, 0), (16, 0), (16, 200)], ids=["roomy", "short of pages", "swapped"])
 def test_drafts_change_nothing(
     zoo: Zoo,

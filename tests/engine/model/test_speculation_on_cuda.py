@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 """Checkpoint, least depth and options; "exact" has the same logits whatever is computed beside them."""
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_change_nothing(case: str, gpu: Gpu, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     name, least, more = CASES[case]
@@ -79,7 +79,7 @@ def test_drafts_change_nothing(case: str, gpu: Gpu, zoo: Zoo, monkeypatch: pytes
         same_answers(found, plain, rounded=name != "exact")
 
 
-@pytest.mark.rotated(2)
+@pytest.mark.rotated(3)
 @pytest.mark.parametrize("asked", [SAMPLED, FILTERED], ids=["sampled", "filtered"])
 @pytest.mark.parametrize("ahead", [1, 4, 8])
 def test_lines_that_are_chosen_for_at_once(
@@ -131,6 +131,7 @@ def test_requests_that_wait_for_the_host_share_steps(gpu: Gpu, zoo: Zoo, monkeyp
     same_answers(found, plain, rounded=True)
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("worn_by", [1, 2], ids=["all", "half"])
 def test_lines_wear_the_adapter_of_their_row(
