@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import StepResult
-from headrace.engine.scheduling.speculation.depth import DepthRule
+from headrace.engine.scheduling.speculation.depth import Decodes, DepthRule
 
 __all__ = ["FixedDepths", "Speculation"]
 
@@ -33,7 +33,7 @@ class Speculation:
     def __init__(
         self,
         most: int,
-        choose: Callable[[int, int], int] | None = None,
+        choose: Callable[[Decodes, int], int] | None = None,
         *,
         depths: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
@@ -71,11 +71,11 @@ class Speculation:
         return self._within(most, rows, rows, most_tokens)
 
     def _depth(self, running: Sequence[Request], most_tokens: int) -> int:
-        contexts = [request.planned for request in running if request.asked.speculates]
-        if not contexts:
+        decodes = Decodes(len(running), sum([request.asked.speculates for request in running]))
+        if not decodes.drafting:
             return 0
-        depth = self._choose(len(contexts), sum(contexts) // len(contexts))
-        return self._within(depth, len(running), len(contexts), most_tokens)
+        depth = self._choose(decodes, sum([request.planned for request in running]) // decodes.rows)
+        return self._within(depth, decodes.rows, decodes.drafting, most_tokens)
 
     def _within(self, depth: int, rows: int, speculating: int, most_tokens: int) -> int:
         """Return `depth`, or the largest below it with which half of what `rows` decodes leave is for prompts."""
@@ -102,11 +102,11 @@ class Speculation:
                         self.drafted_at[place] += rows
                     for place in range(count - 1):
                         self.accepted_at[place] += rows
-        contexts = [start for request, start in zip(plan.decodes, plan.starts, strict=True) if request.asked.speculates]
-        if contexts and not plan.others:
-            drafts_of_row = self._drafts_of_row(plan, result, len(contexts))
+        decodes = Decodes(len(plan.decodes), sum([request.asked.speculates for request in plan.decodes]))
+        if decodes.drafting and not plan.others:
+            drafts_of_row = self._drafts_of_row(plan, result, decodes.drafting)
             seconds = max(0.0, seconds - result.late_seconds)
-            self.rule.observe(len(contexts), sum(contexts) // len(contexts), drafts_of_row, seconds)
+            self.rule.observe(decodes, sum(plan.starts) // decodes.rows, drafts_of_row, seconds)
 
     def _drafts_of_row(self, plan: StepPlan, result: StepResult, rows: int) -> float:
         """Return how many drafts a step of decodes, `rows` of which speculate, has computed for each of these."""

@@ -7,11 +7,11 @@ counts.py, which counts for users.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from headrace.engine.scheduling.speculation.measured import DraftRates, StepTimes
 
-__all__ = ["DepthRule"]
+__all__ = ["Decodes", "DepthRule"]
 
 _HOLD: Final = 32  # steps between two choices
 _TRIAL: Final = 4  # rows of steps of a depth that is tried, to learn what it takes and yields
@@ -23,12 +23,26 @@ _LONGEST_PAUSE: Final = 512  # steps with drafts between two probes, or at depth
 _MARGIN: Final = 1.03  # what drafts must gain over none
 
 
+class Decodes(NamedTuple):
+    """How many rows of a step decode."""
+
+    rows: int
+    drafting: int
+    """Number of those that may have drafts; at least 1."""
+
+    @property
+    def share(self) -> float:
+        """Share of the rows that may have drafts."""
+        return self.drafting / self.rows
+
+
 class DepthRule:
     """The depth of the steps of one engine.
 
-    At depth k a row yields one token and those of its first k drafts that are right up to the first wrong one; what a
-    step with so many drafts takes is measured, with about as many rows and as long contexts. The rule takes the depth
-    with the most tokens a second, of those that the device has. If that is 0, it tries drafts for a few steps now and
+    At depth k a row yields one token and those of its first k drafts that are right up to the first wrong one, and a
+    row without drafts one; what a step with so many drafts takes is measured, with about as many rows and as long
+    contexts. The rule takes the depth with the most tokens a second of all rows, of those that the device has: rows
+    that may have no drafts wait for those of others. If that is 0, it tries drafts for a few steps now and
     then, so seldom that trials lose next to nothing, and earlier where requests are new. The more rows there are, the
     fewer drafts a row it tries first, and none where it is known that hardly any would be right.
     """
@@ -44,7 +58,7 @@ class DepthRule:
         self._most, self._fixed = most, depths is not None
         self._depths: Callable[[int], Sequence[int]] = depths or (lambda rows: range(1, most + 1))
         self._rates = DraftRates(most)
-        self._times: dict[tuple[int, int], StepTimes] = {}
+        self._times: dict[tuple[int, int, int], StepTimes] = {}
         self._left = 0
         """Number of steps before the next choice."""
         self._pause = 0
@@ -60,21 +74,21 @@ class DepthRule:
         self._since = 0
         """Number of steps with drafts since the latest probe."""
         self._probes = 0
-        self._rows = 1
+        self._decodes = Decodes(1, 1)
         self._is_trial = False
         self.depth = most
         """Depth of the latest step, or of the first before there was one."""
 
-    def choose(self, rows: int, context: int) -> int:
+    def choose(self, decodes: Decodes, context: int) -> int:
         """Return the depth of the next step.
 
         Args:
-            rows: Number of rows of the step that may have drafts.
+            decodes: Number of rows of the step.
             context: Mean length of their contexts in tokens.
         """
-        self._rows = rows
+        self._decodes = decodes
         if self._left <= 0:
-            self._decide(self._times_of(rows, context), rows, self._depths(rows))
+            self._decide(self._times_of(decodes, context), self._depths(decodes.rows))
         self._left -= 1
         self._rested += self.depth == 0
         self._since += self.depth > 0
@@ -82,26 +96,27 @@ class DepthRule:
 
     def note_request(self) -> None:
         """Take note that a request begins, of which nothing is known: the next trial is due sooner."""
-        sooner = self._pause - self._pause // max(4, self._rows)
+        sooner = self._pause - self._pause // max(4, self._decodes.drafting)
         self._pause = max(self._price, min(self._pause, _HOLD), sooner)
 
-    def observe(self, rows: int, context: int, drafts: float, seconds: float) -> None:
-        """Take in the time of a step in which no prompt was computed, with so many drafts a row."""
-        self._times_of(rows, context).add(drafts, seconds)
+    def observe(self, decodes: Decodes, context: int, drafts: float, seconds: float) -> None:
+        """Take in the time of a step in which no prompt was computed, with so many drafts a row that may have some."""
+        self._times_of(decodes, context).add(drafts, seconds)
 
     def observe_runs(self, allowed: Sequence[int], drafted: Sequence[int], tokens: Sequence[int]) -> None:
         """Take in how many drafts the rows of a step were allowed and had, and how many tokens they yielded."""
         self._rates.add(allowed, drafted, tokens)
 
-    def _decide(self, times: StepTimes, rows: int, depths: Sequence[int]) -> None:
+    def _decide(self, times: StepTimes, depths: Sequence[int]) -> None:
         """Choose a depth for a number of steps."""
-        steps = max(_SHORTEST_TRIAL, _TRIAL // rows)
+        steps = max(_SHORTEST_TRIAL, _TRIAL // self._decodes.drafting)
         tried = self.depth if self._is_trial else 0
-        may_pay = self._rates.rows < _SURE or self._rates.tokens(self._most) >= _MARGIN
+        could_pay = 1.0 + self._decodes.share * self._most >= _MARGIN  # if all were right
+        may_pay = could_pay and (self._rates.rows < _SURE or self._tokens(self._most) >= _MARGIN)
         if not depths:
             self._take(0, _HOLD)
         elif not times.most and may_pay and not tried:
-            self._take(self._first(depths, rows), steps, is_trial=True)
+            self._take(self._first(depths), steps, is_trial=True)
         elif not times.has(0) or (not times.most and may_pay and self._fixed):
             self._take(0, steps, is_trial=True)  # what the trial before it took may come to be known meanwhile
         elif self._since >= _LONGEST_PAUSE:
@@ -117,8 +132,8 @@ class DepthRule:
             elif self._unsettled:
                 self._settle(times, steps)
                 self._take(0, _HOLD)
-            elif self._rested >= self._pause:
-                self._take(self._first(depths, rows), steps, is_trial=True)
+            elif could_pay and self._rested >= self._pause:
+                self._take(self._first(depths), steps, is_trial=True)
             else:
                 self._take(0, _HOLD)
 
@@ -144,17 +159,19 @@ class DepthRule:
         self._pause = max(_HOLD, self._price, min(unpaid, _LONGEST_PAUSE))
         self._rested = self._tried = self._unsettled = 0
 
-    def _first(self, depths: Sequence[int], rows: int) -> int:
+    def _first(self, depths: Sequence[int]) -> int:
         """Return the depth to try where it is not known what drafts take: little is lost if they do not pay.
 
         A larger one is tried where drafts pay even if each takes half as long as a row's own token.
         """
         is_sure = self._rates.rows >= _SURE
+        rows = self._decodes.rows if self._fixed else self._decodes.drafting  # that have drafts to compute
+        longer = rows / self._decodes.rows / 2  # by each draft
         return max(
             (
                 depth
                 for depth in depths
-                if rows * depth <= _TRIAL_DRAFTS or (is_sure and self._rates.tokens(depth) >= 1.0 + depth / 2)
+                if rows * depth <= _TRIAL_DRAFTS or (is_sure and self._tokens(depth) >= 1.0 + depth * longer)
             ),
             default=depths[0],
         )
@@ -168,7 +185,7 @@ class DepthRule:
         best, best_gain = 0, _MARGIN
         if not times.most:
             return 0, 0
-        tokens = {depth: self._rates.tokens(depth) for depth in depths}
+        tokens = {depth: self._tokens(depth) for depth in depths}
         for depth in depths:
             gain = tokens[depth] / times.ratio(self._drafts(depth))
             if gain > best_gain:
@@ -177,10 +194,16 @@ class DepthRule:
         hopes = (depth for depth in unmeasured if tokens[depth] / times.ratio_before(depth) > _MARGIN * best_gain)
         return best, next(hopes, 0)
 
+    def _tokens(self, depth: int) -> float:
+        """Return how many tokens a row, whether or not it may have drafts, is expected to yield at a depth."""
+        return 1.0 + self._decodes.share * (self._rates.tokens(depth) - 1.0)
+
     def _drafts(self, depth: int) -> float:
-        """Return how many drafts a row is expected to compute at a depth."""
+        """Return how many drafts a row that may have some is expected to compute at a depth."""
         return depth if self._fixed else self._rates.drafts(depth)
 
-    def _times_of(self, rows: int, context: int) -> StepTimes:
+    def _times_of(self, decodes: Decodes, context: int) -> StepTimes:
         """Return the times of steps of about as many rows and as long contexts, by powers of two."""
-        return self._times.setdefault((rows.bit_length(), (context // 512).bit_length()), StepTimes())
+        drafting = 0 if self._fixed else decodes.drafting  # where the depth is fixed, each row computes its drafts
+        key = decodes.rows.bit_length(), drafting.bit_length(), (context // 512).bit_length()
+        return self._times.setdefault(key, StepTimes())
