@@ -131,7 +131,8 @@ class CudaDrafting:
         states = self._states(tokens_N, steps)
         for work in works:
             self.rows.lengths_R[work.row] = work.start + work.num_tokens
-        self.drafter.take_up_prompts(self._drafter_module.Prefilled(works, tokens_N, rows_N, steps, states))
+        last_W = torch.tensor([work.num_tokens for work in works]).cumsum(0) - 1
+        self.drafter.take_up_prompts(self._drafter_module.Prefilled(works, tokens_N, rows_N, last_W, steps, states))
 
     def catch_up(self, rows: Sequence[int]) -> None:
         """Read what is unread of some rows, if the drafter reads late."""

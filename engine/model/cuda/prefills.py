@@ -45,7 +45,10 @@ class _Batch(NamedTuple):
     rows_N: Tensor
     positions_N: Tensor
     slots_N: Tensor
+    last_W: Tensor
+    """Indices of the last token of each work."""
     last_S: Tensor
+    """Those of works that sample; row and position of each follow."""
     rows_S: Tensor
     last_positions_S: Tensor
     prompt_P: Tensor
@@ -133,7 +136,7 @@ class Prefills:
                 self._attention[each.shape.key] = made
         self.pools = Pools()
         """Rows whose hidden states are wanted; the runner adds new ones."""
-        words = 7 * capacity.max_batched_tokens + 8 * capacity.max_rows
+        words = 7 * capacity.max_batched_tokens + 9 * capacity.max_rows
         self._packed = [torch.empty(words, dtype=torch.int64, pin_memory=True) for _ in range(_RING)]
         self._sent = [torch.cuda.Event() for _ in range(_RING)]
         self._sends = 0
@@ -211,7 +214,7 @@ class Prefills:
     ) -> None:
         """Let the drafter keep what it reads of `works`, once the tokens behind them are known."""
         if self._drafter is not None and states is not None:
-            self._drafter.take_up_prompts(Prefilled(works, batch.tokens_N, batch.rows_N, steps, states))
+            self._drafter.take_up_prompts(Prefilled(works, batch.tokens_N, batch.rows_N, batch.last_W, steps, states))
 
     def _act_between(self, logits_SV: Tensor, works: Sequence[Work], rows_S: Tensor) -> Tensor:
         """Enqueue what the host does before `works` choose; return their rows, with padding for those left out."""
@@ -257,13 +260,15 @@ class Prefills:
         positions_N = np.arange(total) + offset_W.repeat(counts)
         slots_N = self._rows.pages[rows_N, positions_N // size].astype(np.int64) * size + positions_N % size
         samples = np.array([work.samples for work in works])
-        last_S = ends[samples] - 1
+        last_W = ends - 1
+        last_S = last_W[samples]
         prompt_P = self._prompt_places(works, ends - counts)
         pooled_P = np.concatenate([np.arange(0), *(np.array(span.places) for span in spans)])
         words_X = np.empty(0, np.int64) if used is None else used.bank.prefill_words(used.slots_W, counts)
-        parts = (rows_N, positions_N, slots_N, last_S, row_W[samples], positions_N[last_S], prompt_P, pooled_P, words_X)
+        sampled = last_S, row_W[samples], positions_N[last_S]
+        parts = (rows_N, positions_N, slots_N, last_W, *sampled, prompt_P, pooled_P, words_X)
         sent = torch.split(self._send(np.concatenate(parts)), [len(part) for part in parts])
-        rows, positions, slots, last, row, at, prompt, pooled, words = sent
+        rows, positions, slots, ends_W, last, row, at, prompt, pooled, words = sent
         pool_RC, of_prompt = self._rows.pool_RC, rows[prompt]
         following = pool_RC[of_prompt, positions[prompt] + 1]
         return _Batch(
@@ -271,6 +276,7 @@ class Prefills:
             rows,
             positions,
             slots,
+            ends_W,
             last,
             row.int(),
             at,

@@ -80,6 +80,8 @@ class Prefilled(NamedTuple):
     """Token ids, int32."""
     rows_N: Tensor
     """Row of each token, int64."""
+    last_W: Tensor
+    """Index of the last token of each work, int64."""
     steps: Mapping[MixerSpec, CudaStep]
     """Positions and places in the cache, by mixer of the target."""
     states: HiddenStates

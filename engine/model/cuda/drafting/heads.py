@@ -18,7 +18,7 @@ from headrace.engine.model.cuda.drafting.attention import HeadAttention
 from headrace.engine.model.cuda.drafting.choice import DraftChoice
 from headrace.engine.model.cuda.drafting.drafter import Decoded, Prefilled, RowTable
 from headrace.engine.model.cuda.drafting.inputs import LineInputs
-from headrace.engine.model.cuda.drafting.unread import LAG, KeptStates, UnreadLines, last_of_rows
+from headrace.engine.model.cuda.drafting.unread import LAG, KeptStates, UnreadLines
 from headrace.engine.model.cuda.operations import positions_of
 from headrace.engine.model.drafting.heads.medusa import MedusaHeads
 from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
@@ -51,9 +51,15 @@ class _States:
         self._states_RE[rows_B] = states_BE
         self._known_R[rows_B] = self.rows.read_R[rows_B] = ends_B.int()
 
-    def keep_last(self, positions_N: Tensor, rows_N: Tensor, states_NE: Tensor) -> None:
-        """Keep the state of the last of each row's positions, which are packed one row (int64) after the other."""
-        self.keep(last_of_rows(rows_N, self.padding_row), positions_N + 1, states_NE)
+    def keep_decoded(self, decoded: Decoded, states_BE: Tensor) -> None:
+        """Keep the states of each row's last line whose token was right, `_last_lines`."""
+        rows_B = decoded.rows_B.long()
+        self.keep(rows_B, self.rows.lengths_R[rows_B], states_BE)
+
+    def keep_prefilled(self, prefilled: Prefilled, states_WE: Tensor) -> None:
+        """Keep the states of the last tokens of prompts, or of parts of prompts."""
+        positions_N, last_W = positions_of(next(iter(prefilled.steps.values()))), prefilled.last_W
+        self.keep(prefilled.rows_N[last_W], positions_N[last_W] + 1, states_WE)
 
     def of(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return the states of rows (int64), and which of these are known and up to date, bool."""
@@ -87,12 +93,11 @@ class MedusaDrafter:
 
     def take_up(self, decoded: Decoded) -> None:
         """Keep the final state of each row's last right token."""
-        _keep_last_lines(self._states, decoded, decoded.states.final_NE)
+        self._states.keep_decoded(decoded, decoded.states.final_NE[_last_lines(decoded)])
 
     def take_up_prompts(self, prefilled: Prefilled) -> None:
         """Keep the final state of each row's last token."""
-        positions_N = positions_of(next(iter(prefilled.steps.values())))
-        self._states.keep_last(positions_N, prefilled.rows_N, prefilled.states.final_NE)
+        self._states.keep_prefilled(prefilled, prefilled.states.final_NE[prefilled.last_W])
 
 
 class RecurrentDrafter:
@@ -149,7 +154,7 @@ class RecurrentDrafter:
             ids_B = self._choice.choose(self._head.logits(states_BE), rows_B, counts_B)
 
     def take_up(self, decoded: Decoded) -> None:
-        """Compute the head's states of a step's lines, or keep the target's if the step has no drafts.
+        """Read a step's lines, or keep the target's states if the step has no drafts.
 
         Entries behind refused drafts are overwritten before use. Lines without a draft leave theirs in the scratch
         page, as in the target.
@@ -160,25 +165,26 @@ class RecurrentDrafter:
         inputs = decoded.inputs
         following_L = self._states.following(decoded.line_rows_L.long(), inputs.positions_B)
         entries_LE = self._head.fused(decoded.states)
-        states_LE = self._advance(following_L, entries_LE, self._attention.decode(inputs), decoded.line_rows_L)
-        _keep_last_lines(self._states, decoded, states_LE)
+        step = self._attention.decode(inputs)
+        states_BE = self._advance(following_L, entries_LE, step, decoded.line_rows_L, _last_lines(decoded))
+        self._states.keep_decoded(decoded, states_BE)
 
     def catch_up(self, rows_B: Tensor) -> None:
-        """Compute the head's states of positions that steps without drafts have left."""
+        """Read positions that steps without drafts have left."""
         unread = self._unread.of(rows_B)
         following_L = self._states.following(unread.line_rows_L.long(), unread.inputs.positions_B)
         entries_LE = self._head.fused(self._kept.of(unread))
         step = self._attention.decode(unread.inputs, LAG)
-        states_LE = self._advance(following_L, entries_LE, step, unread.line_rows_L)
-        self._states.keep(unread.rows_B, unread.ends_B, states_LE[unread.last_B])
+        states_BE = self._advance(following_L, entries_LE, step, unread.line_rows_L, unread.last_B)
+        self._states.keep(unread.rows_B, unread.ends_B, states_BE)
 
     def take_up_prompts(self, prefilled: Prefilled) -> None:
-        """Compute the head's states of all tokens; behind a prompt that goes on, the following token is known, too."""
+        """Read all tokens; behind a prompt that goes on, the following token is known, too."""
         step = self._attention.prefill(prefilled)
         following_N = self._states.following(prefilled.rows_N, step.positions_N)
         entries_NE = self._head.fused(prefilled.states)
-        states_NE = self._head.advance(following_N, entries_NE, {self._mixer: step}, self._kv)
-        self._states.keep_last(step.positions_N, prefilled.rows_N, states_NE)
+        states_WE = self._head.advance(following_N, entries_NE, {self._mixer: step}, self._kv, prefilled.last_W)
+        self._states.keep_prefilled(prefilled, states_WE)
 
     def _further(self, rows_B: Tensor, place: int, ids_B: Tensor, states_BE: Tensor) -> Tensor:
         """Return the states of the positions `place` behind the last one whose state was kept."""
@@ -187,14 +193,17 @@ class RecurrentDrafter:
         prepare_decode(rows_B, rows.pool_RC, positions_R, rows.table_RP, inputs, page_size=self._page_size)
         return self._advance(ids_B, states_BE, self._attention.decode(inputs), rows_B)
 
-    def _advance(self, tokens_L: Tensor, states_LE: Tensor, step: CudaStep, rows_L: Tensor) -> Tensor:
-        with self._chain.watched(), self._ops.experts.padded(Padding(rows_L, self._states.padding_row)):
-            return self._head.advance(tokens_L, states_LE, {self._mixer: step}, self._kv)
+    def _advance(
+        self, tokens_L: Tensor, states_LE: Tensor, step: CudaStep, rows_L: Tensor, last_B: Tensor | None = None
+    ) -> Tensor:
+        """Return the states of the lines `last_B`, or of all; the keys and values of all are written."""
+        fed_S = rows_L if last_B is None else rows_L[last_B]
+        with self._chain.watched(), self._ops.experts.padded(Padding(fed_S, self._states.padding_row)):
+            return self._head.advance(tokens_L, states_LE, {self._mixer: step}, self._kv, last_B)
 
 
-def _keep_last_lines(states: _States, decoded: Decoded, states_LE: Tensor) -> None:
-    """Keep the states of each row's last line whose token was right."""
-    rows_B, lines = decoded.rows_B.long(), decoded.depth + 1
-    firsts_B = torch.arange(0, len(rows_B) * lines, lines, device=rows_B.device)
-    last_B = firsts_B + (decoded.counts_B - 1).clamp(min=0)
-    states.keep(rows_B, states.rows.lengths_R[rows_B], states_LE[last_B])
+def _last_lines(decoded: Decoded) -> Tensor:
+    """Return the index of each row's last line whose token was right, int64."""
+    lines, counts_B = decoded.depth + 1, decoded.counts_B
+    firsts_B = torch.arange(0, len(counts_B) * lines, lines, device=counts_B.device)
+    return firsts_B + (counts_B - 1).clamp(min=0)

@@ -20,7 +20,7 @@ from headrace.engine.model.cuda.drafting.attention import HeadAttention
 from headrace.engine.model.cuda.drafting.choice import DraftChoice
 from headrace.engine.model.cuda.drafting.drafter import Decoded, Prefilled, RowTable
 from headrace.engine.model.cuda.drafting.inputs import LineInputs
-from headrace.engine.model.cuda.drafting.unread import LAG, UnreadLines, last_of_rows
+from headrace.engine.model.cuda.drafting.unread import LAG, UnreadLines
 from headrace.engine.model.cuda.operations import CudaDecoder, positions_of
 from headrace.engine.model.spec import MixerSpec
 from headrace.ops.cuda.attention.steps import CudaKv, PrefillStep
@@ -121,8 +121,8 @@ class ModelDrafter:
 
     def take_up_prompts(self, prefilled: Prefilled) -> None:
         """Read the tokens of prompts, as far as the model's context goes."""
-        last_N = last_of_rows(prefilled.rows_N, self._padding_row)
-        self._rows.read_R[last_N] = positions_of(next(iter(prefilled.steps.values()))).int() + 1
+        last_W, positions_N = prefilled.last_W, positions_of(next(iter(prefilled.steps.values())))
+        self._rows.read_R[prefilled.rows_N[last_W]] = positions_N[last_W].int() + 1
         if not self._model.reads_all:
             within = _within(prefilled, self._model.context)
             if within is None:
@@ -173,9 +173,11 @@ def _within(prefilled: Prefilled, context: int) -> Prefilled | None:
         start += work.num_tokens
     if not works:
         return None
-    some_N = torch.from_numpy(np.concatenate(kept)).to(prefilled.tokens_N.device)
+    device = prefilled.tokens_N.device
+    some_N = torch.from_numpy(np.concatenate(kept)).to(device)
+    last_W = torch.tensor([work.num_tokens for work in works], device=device).cumsum(0) - 1
     step = next(iter(prefilled.steps.values()))
     assert isinstance(step, PrefillStep)
     cut = PrefillStep(step.positions_N[some_N], step.slots_N[some_N], step.attention)
-    rows_N = prefilled.rows_N[some_N]
-    return Prefilled(works, prefilled.tokens_N[some_N], rows_N, dict.fromkeys(prefilled.steps, cut), prefilled.states)
+    tokens_N, rows_N = prefilled.tokens_N[some_N], prefilled.rows_N[some_N]
+    return Prefilled(works, tokens_N, rows_N, last_W, dict.fromkeys(prefilled.steps, cut), prefilled.states)

@@ -20,7 +20,7 @@ from headrace.ops.cuda.drafts.keep import keep_states
 from headrace.ops.cuda.drafts.lines import prepare_lines
 from headrace.ops.cuda.fused import DecodeInputs
 
-__all__ = ["LAG", "MOST_ROWS", "KeptStates", "UnreadBatch", "UnreadLines", "last_of_rows"]
+__all__ = ["LAG", "MOST_ROWS", "KeptStates", "UnreadBatch", "UnreadLines"]
 
 LAG: Final = 16
 """Number of a row's latest positions that may be unread: one pass for so many tokens costs little for each."""
@@ -103,15 +103,3 @@ class KeptStates:
         places_L = unread.line_rows_L.long() * LAG + unread.inputs.positions_B % LAG
         kept = tuple(ring_RWE.flatten(0, 1)[places_L] for ring_RWE in self._ring_TRWE)
         return HiddenStates(kept[-1], kept if self._taps else ())  # where there are taps, heads read nothing else
-
-
-def last_of_rows(rows_N: Tensor, padding_row: int) -> Tensor:
-    """Return the row of each token that is its row's last in a step, and `padding_row` for others.
-
-    Args:
-        rows_N: Row of each token, int64, packed one row after the other.
-        padding_row: The padding row.
-    """
-    ends_N = torch.ones_like(rows_N, dtype=torch.bool)
-    ends_N[:-1] = rows_N[1:] != rows_N[:-1]
-    return torch.where(ends_N, rows_N, padding_row)
