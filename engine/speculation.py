@@ -62,8 +62,7 @@ class DraftModel:
         _check("k", self.k, 1, _MOST_DRAFTS)
         if self.file is not None and (not isinstance(self.file, str) or not self.file):
             _refuse("file", self.file, "a pattern of a file's name, or None")
-        if self.quantize is not None and self.quantize not in get_args(_Quantize):
-            _refuse("quantize", self.quantize, ", ".join(get_args(_Quantize)))
+        _check_quantize(self.quantize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +70,22 @@ class Eagle:
     """Guess by a head of EAGLE, EAGLE-2 or EAGLE-3 that was trained for the model; of EAGLE-3 also as speculators.
 
     Raises:
-        InvalidParams: `path` is no path, or `k` is out of its range.
+        InvalidParams: `path` is no path, `quantize` no format, or `k` is out of its range.
     """
 
     path: str | os.PathLike[str]
     """The head: a folder with a config.json and weights in safetensors, or a hub id, as `Engine` takes them."""
     k: int = 3
     """Most drafts for a request in one step, from 1 to 16; steps take fewer, or none, where that is faster."""
+    quantize: _Quantize | None = None
+    """Format to which the head's matrices are quantised while they are loaded, with its output head if it has one of
+    its own; None leaves them as they are stored."""
 
     def __post_init__(self) -> None:
         """Check the values."""
         _check_path(self.path, "the path of the head's folder, or a hub id")
         _check("k", self.k, 1, _MOST_DRAFTS)
+        _check_quantize(self.quantize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class Medusa:
     """Guess by Medusa's heads that were trained for the model, each for a token at another distance.
 
     Raises:
-        InvalidParams: `path` is no path, or `k` is out of its range.
+        InvalidParams: `path` is no path, `quantize` no format, or `k` is out of its range.
     """
 
     path: str | os.PathLike[str]
@@ -98,11 +101,15 @@ class Medusa:
     k: int = 3
     """Most drafts for a request in one step, from 1 to the number of heads; steps take fewer, or none, where that is
     faster."""
+    quantize: _Quantize | None = None
+    """Format to which the heads' matrices are quantised while they are loaded, output heads included; None leaves them
+    as they are stored."""
 
     def __post_init__(self) -> None:
         """Check the values."""
         _check_path(self.path, "the path of the head's folder, or a hub id")
         _check("k", self.k, 1, _MOST_DRAFTS)
+        _check_quantize(self.quantize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +117,19 @@ class Mtp:
     """Guess by the module for multi-token prediction that comes with the model, as with DeepSeek-V3 and GLM-4.5.
 
     Raises:
-        InvalidParams: `k` is out of its range.
+        InvalidParams: `quantize` is no format, or `k` is out of its range.
     """
 
     k: int = 2
     """Most drafts for a request in one step, from 1 to 16; steps take fewer, or none, where that is faster."""
+    quantize: _Quantize | None = None
+    """Format to which the module's matrices are quantised while they are loaded, whatever the model's are; None leaves
+    them as they are stored. Embeddings and output head are those of the model."""
 
     def __post_init__(self) -> None:
-        """Check the range."""
+        """Check the values."""
         _check("k", self.k, 1, _MOST_DRAFTS)
+        _check_quantize(self.quantize)
 
 
 Speculation: TypeAlias = Ngram | DraftModel | Eagle | Medusa | Mtp
@@ -174,6 +185,11 @@ def _options(method: type[Speculation], text: str) -> dict[str, Any]:
 def _check_path(path: object, limit: str) -> None:
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         _refuse("path", path, limit)
+
+
+def _check_quantize(value: object) -> None:
+    if value is not None and value not in get_args(_Quantize):
+        _refuse("quantize", value, f"{', '.join(get_args(_Quantize))} or None")
 
 
 def _check(name: str, value: object, least: int, most: int) -> None:

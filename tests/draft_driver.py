@@ -24,6 +24,7 @@ from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.scheduling.asked import Sampling
 from headrace.engine.scheduling.plan import NewRow, PageEntry, StepPlan, Work
 from headrace.ops.cpu.native.library import Context
+from headrace.ops.quantise import Method
 
 __all__ = ["PAGE", "Drafting", "Row", "Target", "states_of"]
 
@@ -80,15 +81,16 @@ class Drafting(Target):
         dtype: torch.dtype = torch.float32,
         *,
         native: bool = False,
+        quantize: Method | None = None,
     ) -> None:
-        """Open a head; None for the module that comes with the target."""
+        """Open a head, quantised if that is asked for; None for the module that comes with the target."""
         super().__init__(target_folder, dtype, native=native)
         opened = open_mtp(target_folder, self.spec) if head_folder is None else open_head(head_folder, self.spec)
         self._table = CpuRows(self._capacity)
         with opened as found:
             ops = self._ops if isinstance(found.spec, MedusaSpec) else cpu_ops(found.spec.block, **self._sizes)
             self._head = CpuDraftHead(
-                found, self._target, ops, self._table, pages=self._capacity.num_pages, dtype=dtype
+                found, self._target, ops, self._table, pages=self._capacity.num_pages, dtype=dtype, quantize=quantize
             )
         for layer in () if self._head.kv is None else self._head.kv.slots:
             layer.fill_(17.0)  # what was there before may not matter

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,22 @@ from torch.nn import functional
 
 from headrace.engine.scheduling.asked import Sampling
 from headrace.ops.cpu.sample import Choosing, sample
+from headrace.ops.formats import Stored
+from headrace.ops.quantise import Method, quantise
 
-__all__ = ["HEADS", "VOCABULARY", "Eagle3Head", "EagleHead", "Head", "MedusaHead", "MtpHead", "TargetStates", "chosen"]
+__all__ = [
+    "HEADS",
+    "VOCABULARY",
+    "Eagle3Head",
+    "EagleHead",
+    "Head",
+    "MedusaHead",
+    "MtpHead",
+    "TargetStates",
+    "chosen",
+    "rounded",
+    "rounded_matrix",
+]
 
 GREEDY = Sampling()
 SIZE, VOCABULARY, EPSILON, THETA = 32, 96, 1e-5, 10000.0
@@ -161,6 +176,21 @@ class Chained(Head):
 
     def target_id(self, draft: int) -> int:
         return draft
+
+
+def rounded_matrix(matrix: Tensor, method: Method) -> Tensor:
+    """What quantising leaves of a matrix, in float32."""
+    return quantise(Stored.from_dense(matrix), method).dense(torch.float32)
+
+
+def rounded(head: Head, method: Method) -> Head:
+    """The head whose matrices are what quantising leaves of them; embeddings stay."""
+    found = copy(head)
+    found.tensors = {
+        name: rounded_matrix(each, method) if each.dim() == 2 and name != "embed_tokens.weight" else each
+        for name, each in head.tensors.items()
+    }
+    return found
 
 
 class EagleHead(Chained):

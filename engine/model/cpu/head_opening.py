@@ -83,7 +83,13 @@ class CpuHeadSource:
             ModelRejected: The head's files cannot be used any more.
         """
         with self.source.opened() as found:
-            weights = describe_head(found, self.source.target, dtype=self.dtype, keep_packed=self.keep_packed)
+            weights = describe_head(
+                found,
+                self.source.target,
+                dtype=self.dtype,
+                keep_packed=self.keep_packed,
+                quantize=self.source.asked.quantize,
+            )
         return kept_head_parts(weights, next(iter(self.ops.values())))
 
     def load(self, target: CpuDecoder, rows: CpuRows, pages: int) -> CpuDraftHead:
@@ -91,5 +97,12 @@ class CpuHeadSource:
         assert isinstance(target, Decoder)
         with self.source.opened() as found:
             return CpuDraftHead(
-                found, target, self.ops, rows, pages=pages, dtype=self.dtype, keep_packed=self.keep_packed
+                found,
+                target,
+                self.ops,
+                rows,
+                pages=pages,
+                dtype=self.dtype,
+                keep_packed=self.keep_packed,
+                quantize=self.source.asked.quantize,
             )

@@ -32,6 +32,7 @@ from headrace.ops.cpu.kv import CpuKv
 from headrace.ops.cpu.linear import CpuLinear
 from headrace.ops.cpu.sample import sample_drafts
 from headrace.ops.cpu.step import CpuStep
+from headrace.ops.quantise import Method
 
 __all__ = ["KEPT", "CpuDraftHead", "DraftAsk", "LoadHead", "known_lengths"]
 
@@ -75,6 +76,7 @@ class CpuDraftHead:
         pages: int,
         dtype: torch.dtype,
         keep_packed: bool = False,
+        quantize: Method | None = None,
     ) -> None:
         """Load a head.
 
@@ -86,12 +88,13 @@ class CpuDraftHead:
             pages: Number of pages of the cache.
             dtype: Dtype of activations, keys and values.
             keep_packed: Whether weights of products stay in the formats in which the checkpoint stores them.
+            quantize: Way to quantise the head's matrices, as `load_head` takes it.
 
         Raises:
             ModelRejected: A tensor is not finite, a file has changed, or nothing computes the head's layer.
         """
         cpu = torch.device("cpu")
-        weights = load_head(found, target.spec, dtype=dtype, device=cpu, keep_packed=keep_packed)
+        weights = load_head(found, target.spec, dtype=dtype, device=cpu, keep_packed=keep_packed, quantize=quantize)
         self.spec = found.spec
         self._rows, self._ops = rows, ops
         self._known: dict[int, _Known] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -29,9 +29,10 @@ from headrace.ops.cuda.latents.shape import LatentShape
 from headrace.ops.cuda.products.linear import LinearScratch
 from headrace.ops.cuda.products.packed import CudaProduct, Products
 from headrace.ops.cuda.products.registry import ProductRoom
+from headrace.ops.formats import Stored
 from headrace.ops.paged import KvScales
 
-__all__ = ["CudaDecoder", "cuda_ops", "is_decode", "kinds_of", "positions_of"]
+__all__ = ["CudaDecoder", "cuda_ops", "is_decode", "kinds_in", "kinds_of", "positions_of"]
 
 _Kernel = TypeVar("_Kernel")
 CudaDecoder: TypeAlias = Network[CudaProduct, CudaStep, CudaKv]
@@ -159,7 +160,11 @@ def kinds_of(weights: DecoderWeights) -> list[Kind]:
         for matrix in sublayer.matrices.values()
     )
     others = () if weights.per_layer is None else (weights.per_layer.product_XE,)
-    matrices = (*of_layers, *others, weights.head)
+    return kinds_in((*of_layers, *others, weights.head))
+
+
+def kinds_in(matrices: Iterable[Stored]) -> list[Kind]:
+    """Return the kinds of codes that matrices have, in the order of their names."""
     formats = [piece.format for matrix in matrices for piece in matrix.pieces()]
     kinds = {format.kind for format in formats if isinstance(format, CodeLayout)}
     return sorted(kinds, key=lambda kind: kind.name)

@@ -25,7 +25,14 @@ from headrace.engine.speculation import DraftModel
 from headrace.engine.stats import WeightPart
 from headrace.engine.tokens.token_table import TokenTable
 
-__all__ = ["DraftFiles", "DraftSource", "check_vocabularies", "open_draft_model", "refused_as_draft"]
+__all__ = [
+    "DraftFiles",
+    "DraftSource",
+    "check_vocabularies",
+    "open_draft_model",
+    "quantised_as_draft",
+    "refused_as_draft",
+]
 
 logger = logging.getLogger("headrace.engine")
 
@@ -120,14 +127,26 @@ def open_draft_model(
 
 @contextmanager
 def refused_as_draft(path: str, what: str = "draft model") -> Iterator[None]:
-    """Say of each `ModelRejected` in the block that it is about the draft model, or the `what`, at `path`."""
+    """Say of each error in the block that it is about the draft model, or the `what`, at `path`."""
     try:
-        yield
+        with quantised_as_draft():
+            yield
     except ModelRejected as error:
         if error.field == _PATH:
             raise
         told = f"{_PATH}: the {what} {path} cannot be used: {error}"
         raise ModelRejected(told, field=_PATH, value=path, limit=error.limit) from error
+
+
+@contextmanager
+def quantised_as_draft() -> Iterator[None]:
+    """Say of a refusal to quantise in the block that it is about the option of `speculation`."""
+    try:
+        yield
+    except InvalidParams as error:
+        if error.field != "quantize":
+            raise
+        raise InvalidParams(f"speculation.{error}", field="speculation.quantize", value=error.value) from error
 
 
 def _opened(config: EngineConfig, asked: DraftModel, files: ExitStack) -> DraftSource:

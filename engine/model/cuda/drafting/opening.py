@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn, Self
 
 import torch
@@ -20,7 +21,7 @@ from headrace.engine.model.cuda.drafting.attention import HeadAttention
 from headrace.engine.model.cuda.drafting.drafter import CudaDrafter, RowTable
 from headrace.engine.model.cuda.drafting.drafts import OpenDrafts
 from headrace.engine.model.cuda.drafting.heads import MedusaDrafter, RecurrentDrafter
-from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops
+from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, kinds_in
 from headrace.engine.model.drafting.heads.loading import MedusaWeights, RecurrentWeights, load_head
 from headrace.engine.model.drafting.heads.medusa import MedusaHeads
 from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
@@ -35,6 +36,7 @@ from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
 from headrace.engine.stats import WeightPart
 from headrace.ops.cuda.attention.steps import CudaKv, CudaStep
 from headrace.ops.cuda.block import CudaOps
+from headrace.ops.cuda.codes.packing import in_codes
 from headrace.ops.cuda.kernels import Kernels
 from headrace.ops.cuda.products.packed import CudaProduct
 
@@ -100,13 +102,19 @@ class HeadOpening:
         return None if found is None else cls(config, found)
 
     def load(self, device: torch.device, empty: Empty, *, blank: bool = False) -> None:
-        """Read the weights, dense, into tensors from `empty`, whether or not those of the model are `blank`.
+        """Read the weights into tensors from `empty`, whether or not those of the model are `blank`.
+
+        They are dense, or in codes where the head is to be quantised.
 
         Raises:
             ModelRejected: A tensor is not finite, or the head's files have changed.
         """
+        method = self._source.asked.quantize
+        layout = None if method is None else partial(in_codes, dtype=DTYPE)
         with self._source.opened() as found:
-            self._weights = load_head(found, self._source.target, dtype=DTYPE, device=device, empty=empty)
+            self._weights = load_head(
+                found, self._source.target, dtype=DTYPE, device=device, empty=empty, layout=layout, quantize=method
+            )
 
     def parts(self, target: Sequence[WeightPart]) -> tuple[WeightPart, ...]:
         """Return formats and bytes of the weights, which products take as they are loaded, beside the target's."""
@@ -130,22 +138,25 @@ class HeadOpening:
             ModelRejected: Nothing computes the head's layer.
         """
         spec, weights, first = self._source.spec, self._weights, next(iter(target.values()))
-        if isinstance(spec, MedusaSpec):
-            assert isinstance(weights, MedusaWeights)
-            return CudaHead(MedusaHeads(spec, weights, first), target, target, kernels)
-        assert isinstance(spec, RecurrentSpec) and isinstance(weights, RecurrentWeights)
-        assert isinstance(decoder, Decoder)  # no other model has a head
+        assert weights is not None and isinstance(decoder, Decoder)  # no other model has a head
+        block = decoder.spec if isinstance(spec, MedusaSpec) else spec.block
+        positions = 1 if isinstance(spec, MedusaSpec) else gpu_limits(self._config, decoder.spec).context
         ops = cuda_ops(
-            spec.block,
+            block,
             page_size=first.shape.page_size,
-            max_positions=gpu_limits(self._config, decoder.spec).context,
+            max_positions=positions,
             dtype=DTYPE,
             kv_dtype=kv_dtype(self._config),
             kv_scales={},
             device=first.device,
             arch=first.arch,
             kernels=kernels,
+            codes=kinds_in((*weights.products, *weights.outputs)),
         )
+        if isinstance(spec, MedusaSpec):
+            assert isinstance(weights, MedusaWeights)
+            return CudaHead(MedusaHeads(spec, weights, next(iter(ops.values()))), ops, target, kernels)
+        assert isinstance(weights, RecurrentWeights)
         return CudaHead(RecurrentHead(spec, weights, ops, decoder, DTYPE), ops, target, kernels)
 
 

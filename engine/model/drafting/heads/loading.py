@@ -15,6 +15,7 @@ from headrace.engine.model.drafting.heads.reading import HeadFiles
 from headrace.engine.model.drafting.heads.spec import MedusaSpec, RecurrentSpec
 from headrace.engine.model.spec import DecoderSpec
 from headrace.ops.formats import Stored
+from headrace.ops.quantise import Method
 
 __all__ = ["MedusaWeights", "RecurrentWeights", "describe_head", "load_head"]
 
@@ -88,6 +89,7 @@ def load_head(
     keep_packed: bool = False,
     empty: Empty | None = None,
     layout: Layout | None = None,
+    quantize: Method | None = None,
 ) -> RecurrentWeights | MedusaWeights:
     """Return the parameters of a head.
 
@@ -100,12 +102,15 @@ def load_head(
         empty: Makes all tensors but the map of ids, always in the same order; None uses torch's own.
         layout: Returns a quantised weight of products in the form in which the device keeps it; None makes it dense,
             unless `keep_packed`.
+        quantize: Way to quantise each dense matrix as it is loaded, output heads included, embeddings not; None leaves
+            them as they are.
 
     Raises:
+        InvalidParams: `quantize` is given, and a matrix is quantised already.
         ModelRejected: A tensor is not finite, or a file has changed.
     """
     empty = empty or partial(_empty, device)
-    maker = FileMaker(found.inventory, target, empty, dtype, device, keep_packed, None, layout)
+    maker = FileMaker(found.inventory, target, empty, dtype, device, keep_packed, None, layout, quantize)
     made = _made(found, maker)
     maker.check_finite()
     return made
@@ -117,12 +122,16 @@ def describe_head(
     *,
     dtype: torch.dtype,
     keep_packed: bool = False,
-    layout: Layout | None = None,
+    quantize: Method | None = None,
 ) -> RecurrentWeights | MedusaWeights:
-    """Return the parameters of a head without their numbers, on the meta device; arguments are those of `load_head`."""
+    """Return the parameters of a head without their numbers, on the meta device.
+
+    Arguments and errors are those of `load_head`, without the errors that are about numbers.
+    """
     device = torch.device("meta")
     empty = partial(_empty, device)
-    return _made(found, MetaMaker(found.inventory, target, empty, dtype, device, keep_packed, None, layout))
+    maker = MetaMaker(found.inventory, target, empty, dtype, device, keep_packed, None, quantize=quantize)
+    return _made(found, maker)
 
 
 def _empty(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -141,7 +150,8 @@ def _recurrent(spec: RecurrentSpec, maker: FileMaker, ids_D: Tensor | None) -> R
     plans = map(spec.layer_parameters, range(spec.block.num_layers))
     layers = tuple(LayerWeights(*(sublayer_weights(each, maker) for each in pair)) for pair in plans)
     vectors = {name: maker.dense(fused) for name, fused in plan.items() if fused.columns is None}
-    embedding, head = (maker.table(plan[name]) if name in plan else None for name in ("embedding", "head"))
+    embedding = maker.table(plan["embedding"]) if "embedding" in plan else None
+    head = maker.weight(plan["head"]) if "head" in plan else None
     return RecurrentWeights(layers, maker.weight(plan["fuse"]), vectors, embedding, head, ids_D)
 
 
@@ -150,4 +160,4 @@ def _medusa(spec: MedusaSpec, maker: FileMaker) -> MedusaWeights:
     for head in range(spec.heads):
         pairs = (spec.block(head, block) for block in range(spec.blocks))
         blocks.append(tuple((maker.weight(weight), maker.dense(bias)) for weight, bias in pairs))
-    return MedusaWeights(tuple(blocks), tuple(maker.table(spec.output(head)) for head in range(spec.heads)))
+    return MedusaWeights(tuple(blocks), tuple(maker.weight(spec.output(head)) for head in range(spec.heads)))

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
 from headrace.engine.life.model_files import ModelFiles
 from headrace.engine.model.checkpoint.weights import Source
+from headrace.engine.model.drafting.draft_model import quantised_as_draft
 from headrace.engine.model.drafting.heads.folder import head_folder
+from headrace.engine.model.drafting.heads.loading import describe_head
 from headrace.engine.model.drafting.heads.reading import HeadFiles, open_head, open_mtp
 from headrace.engine.model.drafting.heads.spec import HeadSpec, MedusaSpec
 from headrace.engine.model.network.foreign import ForeignModel
@@ -49,7 +53,8 @@ def head_source(config: EngineConfig, spec: DecoderSpec, source: Source | Foreig
 
     Raises:
         ModelRejected: The head's files cannot be used, or the head was made for another model.
-        InvalidParams: The head drafts fewer tokens than are asked for, or the model can have no head.
+        InvalidParams: The head drafts fewer tokens than are asked for, is to be quantised and is so already, or the
+            model can have no head.
     """
     asked = config.speculation
     if not isinstance(asked, Eagle | Medusa | Mtp):
@@ -59,6 +64,8 @@ def head_source(config: EngineConfig, spec: DecoderSpec, source: Source | Foreig
     files = _model_folder(config, source) if isinstance(asked, Mtp) else head_folder(config, asked)
     with _opened(asked, spec, files) as found:
         head = found.spec
+        with quantised_as_draft():
+            describe_head(found, spec, dtype=torch.bfloat16, quantize=asked.quantize)
     if isinstance(head, MedusaSpec) != isinstance(asked, Medusa):
         other = "Medusa" if isinstance(head, MedusaSpec) else "Eagle"
         _refuse(config, f"{head.origin} holds a head for {other}")
