@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from headrace.engine.model.drafting.heads.spec import MedusaSpec
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.network.decoder import Decoder, HiddenStates
 from headrace.engine.scheduling.plan import Work
+from headrace.ops.quantise import Method
 
 __all__ = ["CudaDrafting"]
 
@@ -40,9 +42,14 @@ class CudaDrafting:
     It has to be made, and used, inside `emulated()`.
     """
 
-    def __init__(self, gpu: Gpu, target: Path, head: Path | None, depth: int) -> None:
-        """Open a head for steps of at most `depth` drafts; None for the module that comes with the target."""
-        operations, arch, opening, drafter, sampling, self._steps, self._fused = map(
+    def __init__(
+        self, gpu: Gpu, target: Path, head: Path | None, depth: int, quantize: Method | None = None
+    ) -> None:
+        """Open a head for steps of at most `depth` drafts, quantised if that is asked for.
+
+        None stands for the module that comes with the target.
+        """
+        operations, arch, opening, drafter, sampling, packing, self._steps, self._fused = map(
             importlib.import_module,
             (
                 "headrace.engine.model.cuda.operations",
@@ -50,6 +57,7 @@ class CudaDrafting:
                 "headrace.engine.model.cuda.drafting.opening",
                 "headrace.engine.model.cuda.drafting.drafter",
                 "headrace.ops.cuda.sampling.sample",
+                "headrace.ops.cuda.codes.packing",
                 "headrace.ops.cuda.attention.steps",
                 "headrace.ops.cuda.fused",
             ),
@@ -64,14 +72,16 @@ class CudaDrafting:
         self._ops = operations.cuda_ops(self.spec, **sizes)
         self._decoder = Decoder(self.spec, load_weights(target, self.spec, dtype=DTYPE, device="cpu"), self._ops)
         with open_mtp(target, self.spec) if head is None else open_head(head, self.spec) as found:
-            weights: Any = load_head(found, self.spec, dtype=DTYPE, device=CPU)
+            layout = None if quantize is None else partial(packing.in_codes, dtype=DTYPE)
+            weights: Any = load_head(found, self.spec, dtype=DTYPE, device=CPU, layout=layout, quantize=quantize)
             of_head: Any = found.spec
         made: Any
+        block = self.spec if isinstance(of_head, MedusaSpec) else of_head.block
+        kinds = operations.kinds_in((*weights.products, *weights.outputs))
+        head_ops = operations.cuda_ops(block, **sizes, codes=kinds)
         if isinstance(of_head, MedusaSpec):
-            head_ops = self._ops
-            made = MedusaHeads(of_head, weights, next(iter(self._ops.values())))
+            made = MedusaHeads(of_head, weights, next(iter(head_ops.values())))
         else:
-            head_ops = operations.cuda_ops(of_head.block, **sizes)
             made = RecurrentHead(of_head, weights, head_ops, self._decoder, DTYPE)
         cuda_head = opening.CudaHead(made, head_ops, self._ops, kernels)
         shape = next(iter(self._ops.values())).shape

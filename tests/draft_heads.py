@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -34,6 +35,7 @@ __all__ = [
     "chosen",
     "rounded",
     "rounded_matrix",
+    "widen",
 ]
 
 GREEDY = Sampling()
@@ -85,7 +87,7 @@ def feed(x: Tensor, w: Tensors, prefix: str) -> Tensor:
     return (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def layer_tensors(prefix: str, inputs: int = SIZE, *, biased: bool = False) -> Tensors:
+def layer_tensors(prefix: str, inputs: int, *, biased: bool = False) -> Tensors:
     queries, keys = HEAD_COUNT * HEAD_SIZE, KEY_HEADS * HEAD_SIZE
     shapes = {
         "self_attn.q_proj": (queries, inputs),
@@ -121,6 +123,14 @@ LLAMA = {
     "max_position_embeddings": 64,
     "rms_norm_eps": EPSILON,
 }
+
+
+def widen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let heads have 64 inputs from now on, of which a GPU takes codes."""
+    for name, size in (("SIZE", 64), ("HEAD_SIZE", 16), ("WIDTH", 64)):
+        monkeypatch.setattr(f"{__name__}.{name}", size)
+    for name in ("hidden_size", "intermediate_size"):
+        monkeypatch.setitem(LLAMA, name, 64)
 
 
 @dataclass
@@ -198,7 +208,8 @@ class EagleHead(Chained):
 
     def __init__(self, *, biased: bool = True) -> None:
         super().__init__()
-        self.tensors = {"fc.weight": torch.randn(SIZE, 2 * SIZE) * 0.3, **layer_tensors("layers.0.", biased=biased)}
+        layer = layer_tensors("layers.0.", SIZE, biased=biased)
+        self.tensors = {"fc.weight": torch.randn(SIZE, 2 * SIZE) * 0.3, **layer}
         if biased:
             self.tensors["fc.bias"] = torch.randn(SIZE)
             self.tensors["embed_tokens.weight"] = torch.randn(VOCABULARY, SIZE)

@@ -58,18 +58,19 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def fit(head: Head) -> Head:
+def fit(head: Head, tokens: int = TOKENS) -> Head:
     """The head for a target of two layers and more tokens."""
-    head.config["vocab_size"] = TOKENS
+    head.config["vocab_size"] = tokens
     head.tensors.pop("embed_tokens.weight", None)
     if isinstance(head, Eagle3Head):
         head.taps = (0, 1, 2)
         head.config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
         ids = head.tensors["d2t"] + torch.arange(head.vocabulary)
-        head.tensors["t2d"] = torch.zeros(TOKENS, dtype=torch.bool).index_fill(0, ids, True)
+        head.tensors["t2d"] = torch.zeros(tokens, dtype=torch.bool).index_fill(0, ids, True)
     if isinstance(head, MedusaHead):
         for number in range(head.heads):
-            head.tensors[f"{number}.1.weight"] = torch.randn(TOKENS, SIZE) * 0.3
+            size = len(head.tensors[f"{number}.0.linear.bias"])
+            head.tensors[f"{number}.1.weight"] = torch.randn(tokens, size) * 0.3
     return head
 
 
