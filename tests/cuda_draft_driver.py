@@ -42,9 +42,7 @@ class CudaDrafting:
     It has to be made, and used, inside `emulated()`.
     """
 
-    def __init__(
-        self, gpu: Gpu, target: Path, head: Path | None, depth: int, quantize: Method | None = None
-    ) -> None:
+    def __init__(self, gpu: Gpu, target: Path, head: Path | None, depth: int, quantize: Method | None = None) -> None:
         """Open a head for steps of at most `depth` drafts, quantised if that is asked for.
 
         None stands for the module that comes with the target.

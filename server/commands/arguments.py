@@ -79,8 +79,8 @@ SpeculateOption = Annotated[
     typer.Option(
         "--speculate",
         help="Guess the next tokens and verify several in one step, such as ngram:k=4,longest=4, by a smaller model "
-        "such as draft:MODEL,k=3, or by a trained head such as eagle:FOLDER,k=3, medusa:FOLDER or mtp; answers stay "
-        "the same.",
+        "such as draft:MODEL,k=3, or by a trained head such as eagle:FOLDER,k=3, medusa:FOLDER or mtp; quantize=int4 "
+        "behind these quantises their weights. Answers stay the same.",
     ),
 ]
 QuantizeOption = Annotated[

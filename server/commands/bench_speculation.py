@@ -30,8 +30,9 @@ _RatesOption = Annotated[
 _DrafterOption = Annotated[
     str | None,
     typer.Option(
-        help="What makes drafts: eagle3 (a head of random weights), free (takes no time), or as --speculate of other "
-        "commands takes it, such as ngram or draft:MODEL; left out, eagle3, or ngram with --task."
+        help="What makes drafts: eagle3 (a head of random weights, quantised by eagle3:quantize=int4), free (takes no "
+        "time), or as --speculate of other commands takes it, such as ngram or draft:MODEL; left out, eagle3, or ngram "
+        "with --task."
     ),
 ]
 _ModesOption = Annotated[

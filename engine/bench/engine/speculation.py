@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["MODES", "Plan", "drafter_of", "expected_length", "rates_of", "run", "windows"]
 
 _RANDOM_HEAD: Final = "eagle3"
-"""Drafter that is a head of random weights."""
+"""Drafter that is a head of random weights; options of `Eagle` may follow, as in "eagle3:quantize=int4"."""
 _FREE: Final = "free"
 """Drafter that takes no time."""
 MODES: Final[Mapping[str, str]] = {
@@ -152,8 +152,8 @@ def run(target: Target, plan: Plan, json_path: str | None) -> None:
     """
     if unknown := [mode for mode in plan.modes if mode not in MODES]:
         raise BenchmarkFailed(f"--modes {unknown[0]}: give some of {', '.join(MODES)}")
-    if plan.drafter not in (_RANDOM_HEAD, _FREE):
-        drafter_of(plan.drafter, plan.k)
+    if plan.drafter != _FREE:
+        _wanted(plan)
     if "speculation" in target.more:
         raise BenchmarkFailed("--set speculation: this benchmark chooses it; use --drafter and --k")
     if means_cpu(target.device) and (
@@ -223,16 +223,24 @@ async def _engine(target: Target, plan: Plan, rates: Sequence[float] | None, fol
     """Open an engine whose drafts are right by `rates`; without speculation for None."""
     change: ChangeDrafts | None = None
     if rates is not None:
-        speculation: Speculation
-        if plan.drafter == _RANDOM_HEAD:
-            speculation = Eagle(await to_thread.run_sync(_head, target.model, folder), plan.k)
-        else:
-            speculation = drafter_of("ngram" if plan.drafter == _FREE else plan.drafter, plan.k)
+        speculation = drafter_of("ngram", plan.k) if plan.drafter == _FREE else _wanted(plan)
+        if isinstance(speculation, Eagle) and speculation.path == _RANDOM_HEAD:
+            speculation = replace(speculation, path=await to_thread.run_sync(_head, target.model, folder))
         target = replace(target, more={**target.more, "speculation": speculation})
         if plan.drafter == _FREE or {"on", "wrong"}.intersection(plan.modes):
             change = _by_chance(rates, is_free=plan.drafter == _FREE)
     async with opened(target, rows=max(plan.batches), change_drafts=change) as subject:
         yield subject
+
+
+def _wanted(plan: Plan) -> Speculation:
+    """Return the way of guessing that a plan names; a head of random weights has its name in place of a path.
+
+    Raises:
+        BenchmarkFailed: There is no such way.
+    """
+    name, _, options = plan.drafter.partition(":")
+    return drafter_of(f"eagle:{_RANDOM_HEAD},{options}" if name == _RANDOM_HEAD else plan.drafter, plan.k)
 
 
 def _head(model: str, folder: Path) -> Path:

@@ -78,7 +78,8 @@ def check_rates(figure: Any) -> None:
 
 
 def test_a_cpu_measures_what_an_idle_head_costs(target: Target, tmp_path: Path) -> None:
-    found = figures_of(target, replace(PLAN, tokens=16, modes=["off", "idle"]), tmp_path / "out.json")["3"]
+    plan = replace(PLAN, tokens=16, modes=["off", "idle"], drafter="eagle3:quantize=int8")
+    found = figures_of(target, plan, tmp_path / "out.json")["3"]
     assert found.keys() == {"off", "idle"} and found["idle"]["depths"] == {"0": 32}
 
 
@@ -89,6 +90,7 @@ def test_a_cpu_measures_what_an_idle_head_costs(target: Target, tmp_path: Path) 
         ({"modes": ["off"], "drafter": "free"}, "free: only a GPU"),
         ({"modes": ["off", "of"]}, "--modes of: give some of off, idle, on, wrong"),
         ({"drafter": "eagle4"}, "--drafter eagle4: must begin with one of ngram, draft"),
+        ({"drafter": "eagle3:quantize=int3"}, r"eagle3,quantize=int3: speculation\.quantize: must be fp8"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes: dict[str, Any], told: str, target: Target) -> None:

@@ -26,7 +26,7 @@ from headrace.engine.model.drafting.heads.loading import MedusaWeights, Recurren
 from headrace.engine.model.drafting.heads.medusa import MedusaHeads
 from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
 from headrace.engine.model.drafting.heads.source import HeadSource, head_source
-from headrace.engine.model.drafting.heads.spec import MedusaSpec, RecurrentSpec
+from headrace.engine.model.drafting.heads.spec import MedusaSpec
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.foreign import ForeignModel
@@ -49,7 +49,7 @@ class CudaHead:
 
     head: RecurrentHead[CudaProduct, CudaStep, CudaKv] | MedusaHeads[CudaProduct, CudaStep, CudaKv]
     ops: Mapping[MixerSpec, CudaOps]
-    """Operations of the head's layer, or those of the target for a head without one."""
+    """Operations of the head: of its layer, or of the target's for a head without one."""
     target: Mapping[MixerSpec, CudaOps]
     """Operations of the target."""
     kernels: Kernels
@@ -139,8 +139,8 @@ class HeadOpening:
         """
         spec, weights, first = self._source.spec, self._weights, next(iter(target.values()))
         assert weights is not None and isinstance(decoder, Decoder)  # no other model has a head
-        block = decoder.spec if isinstance(spec, MedusaSpec) else spec.block
-        positions = 1 if isinstance(spec, MedusaSpec) else gpu_limits(self._config, decoder.spec).context
+        context = gpu_limits(self._config, decoder.spec).context
+        block, positions = (decoder.spec, 1) if isinstance(spec, MedusaSpec) else (spec.block, context)
         ops = cuda_ops(
             block,
             page_size=first.shape.page_size,
