@@ -17,6 +17,7 @@ from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import describe_weights
 from headrace.engine.model.cpu.sizing import FREE_SHARE, CpuSizes, cpu_dtype, cpu_sizes
+from headrace.engine.model.drafting.draft_model import quantised_as_draft
 from headrace.engine.model.encoder.opening import describe_encoder, encoder_dtype
 from headrace.engine.model.encoder.spec import EncoderSpec
 from headrace.engine.model.experts import ExpertsBesideDense, ExpertsFeed
@@ -175,7 +176,9 @@ def _gpu_draft(
 
     source, own = draft
     check_draft_model(config, spec, source.spec)
-    return source.parts_beside(target, _gpu_weights(source.config, source.spec, own))
+    with quantised_as_draft():
+        weights = _gpu_weights(source.config, source.spec, own)
+    return source.parts_beside(target, weights)
 
 
 def _gpu_weights(

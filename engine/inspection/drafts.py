@@ -10,7 +10,12 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.weights import open_files
 from headrace.engine.model.cpu.sizing import CpuSizes, cpu_sizes
-from headrace.engine.model.drafting.draft_model import DraftSource, open_draft_model, refused_as_draft
+from headrace.engine.model.drafting.draft_model import (
+    DraftSource,
+    open_draft_model,
+    quantised_as_draft,
+    refused_as_draft,
+)
 from headrace.engine.model.spec import DecoderSpec
 
 __all__ = ["DraftTensors"]
@@ -50,6 +55,7 @@ class DraftTensors(NamedTuple):
         Raises:
             InvalidParams: An option does not fit the draft model.
         """
-        own = cpu_sizes(self.draft.config, self.draft.spec, self.tensors)
+        with quantised_as_draft():
+            own = cpu_sizes(self.draft.config, self.draft.spec, self.tensors)
         parts = self.draft.parts_beside(target.weights, own.weights)
         return replace(target, page_bytes=target.page_bytes + own.page_bytes, weights=(*target.weights, *parts))

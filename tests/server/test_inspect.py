@@ -165,6 +165,12 @@ def test_a_draft_model_is_counted(device: str, tmp_path: Path, monkeypatch: pyte
     assert code == 1 and told["problems"][0]["field"] == "speculation.path"
 
 
+def test_a_draft_model_that_is_quantised_already_is_refused_as_when_it_is_opened(smollm2: Path, tmp_path: Path) -> None:
+    model = tiny_models.chat_folder(tmp_path)
+    code, told = facts_of(model, "--device", "cpu", "--speculate", f"draft:{smollm2},quantize=int8")
+    assert code == 1 and told["devices"][0]["problem"]["field"] == "speculation.quantize"
+
+
 def test_a_gpu_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_family("qwen3", tmp_path)
     with emulated() as gpu:

@@ -19,9 +19,11 @@ from emulated_cuda import Gpu, emulated
 from quantised_checkpoints import CASES, write_checkpoint
 
 from headrace.engine import DeviceUnavailable, InvalidParams, ModelRejected
+from headrace.engine.bench.engine.random_heads import write_head
 from headrace.engine.config import EngineConfig
 from headrace.engine.life.build import build_kernels, open_engine
-from headrace.engine.speculation import DraftModel
+from headrace.engine.model.families.registry import from_hf
+from headrace.engine.speculation import DraftModel, Eagle
 from headrace.server.cli import main
 
 QWEN3 = {
@@ -211,6 +213,15 @@ def test_kernels_of_a_draft_model_are_built_in_the_formats_of_its_files(
     with pytest.raises(ModelRejected, match=r"^speculation\.path: .* build from the whole folder") as caught:
         build_kernels(config(target, speculation=DraftModel(small, k=1)))
     assert caught.value.field == "speculation.path"
+
+
+def test_kernels_of_a_quantised_head_are_built(gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = importlib.import_module("headrace.ops.cuda.codes.kinds")
+    write_head(folder / "head", from_hf(QWEN3))
+    asked = asked_of_nvcc(monkeypatch)
+    build_kernels(config(folder, speculation=Eagle(folder / "head", k=1, quantize="int4")))
+    wanted = {**codes.Kind(codes.INT4, 128, True).macros, "updates": False}
+    assert asked and all(macros == wanted for _, macros in asked)
 
 
 def test_the_command_builds_for_engines_that_speculate(gpu: Gpu, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
