@@ -127,7 +127,10 @@ def open_draft_model(
 
 @contextmanager
 def refused_as_draft(path: str, what: str = "draft model") -> Iterator[None]:
-    """Say of each error in the block that it is about the draft model, or the `what`, at `path`."""
+    """Say of each `ModelRejected` in the block that it is about the draft model, or the `what`, at `path`.
+
+    A refusal to quantise is changed as by `quantised_as_draft`.
+    """
     try:
         with quantised_as_draft():
             yield
