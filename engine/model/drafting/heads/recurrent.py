@@ -152,9 +152,11 @@ class RecurrentHead(Generic[Packed, Step, Kv]):
         normed_NE = self._normed(states_NE, self._vectors["state_norm"])
         token_NE = self._normed(e_NE, self._vectors["token_norm"])
         attended_NE = self._first.result(ops, torch.cat((token_NE, normed_NE), 1), step, kv)
-        residual_NE = normed_NE if self.spec.norm_before_residual else states_NE.clone()
+        residual_NE = normed_NE if self.spec.norm_before_residual else states_NE
         if last_S is not None:
             attended_NE, residual_NE = attended_NE[last_S], residual_NE[last_S]
+        elif residual_NE is states_NE:
+            residual_NE = states_NE.clone()  # what follows adds to it in place
         total_NE = ops.summed(Stream(residual_NE))[1]
         return self._feed(ops, Stream(attended_NE, total_NE), None)
 
