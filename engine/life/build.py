@@ -23,7 +23,8 @@ from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.cpu.opening import open_cpu
 from headrace.engine.model.cpu.sizing import runs_native
-from headrace.engine.model.drafting.draft_model import DraftSource, open_draft_model, refused_as_draft
+from headrace.engine.model.drafting.draft_model import Drafting, open_draft_model, refused_as_draft
+from headrace.engine.model.drafting.heads.folder import head_folder
 from headrace.engine.model.drafting.heads.vocabulary import check_tokenizer
 from headrace.engine.model.encoder.opening import open_encoder
 from headrace.engine.model.encoder.spec import encoder_from_hf, is_encoder
@@ -121,9 +122,11 @@ def _open(config: EngineConfig, change_drafts: ChangeDrafts | None) -> Opened:
             spec = from_hf(described) if foreign is None else foreign.spec
             tokenizer = _NoTokenizer() if source == "random" else Tokenizer.from_folder(path)
         recommended = _recommended(config, source)
+        weights = source if foreign is None else foreign
         draft = files.enter_context(open_draft_model(config, spec, tokenizer.table, _read_table))
-        check_tokenizer(config, tokenizer.table, _read_table)
-        device = _open_device(config, spec, source if foreign is None else foreign, draft, change_drafts)
+        if (head := head_folder(config, spec, weights)) is not None:
+            check_tokenizer(config, head, tokenizer.table, _read_table)
+        device = _open_device(config, spec, weights, draft or head, change_drafts)
     embedding = None
     if "pooling" in device.abilities:
         embedding = read_embedding(path, spec.hidden_size, ("last", "mean"), default="last")
@@ -255,7 +258,7 @@ def build_kernels(config: EngineConfig) -> BuiltKernels:
                 _, of_draft = _described(draft.config, files)
             assert not isinstance(of_draft, ForeignModel)  # a draft model has native code
             draft = replace(draft, source=of_draft)
-        return build_kernels(config, spec, source, gpu, draft)
+        return build_kernels(config, spec, source, gpu, draft or head_folder(config, spec, source))
 
 
 def _described(config: EngineConfig, files: ExitStack) -> tuple[DecoderSpec, _Files | ForeignModel]:
@@ -283,7 +286,7 @@ def _open_device(
     config: EngineConfig,
     spec: DecoderSpec,
     source: Source | ForeignModel,
-    draft: DraftSource | None,
+    draft: Drafting | None,
     change_drafts: ChangeDrafts | None,
 ) -> Device:
     if means_cpu(config.device):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import huggingface_hub
 import pytest
 import torch
 from draft_driver import states_of
@@ -27,6 +30,7 @@ from drafting_engines import (
     talk,
     told,
 )
+from emulated_cuda import emulated
 from gguf_families import random_model, write_gguf
 from mtp_models import LAYERS, with_module
 from numpy.typing import NDArray
@@ -511,15 +515,21 @@ def test_heads_can_be_named_by_text(model: Path, tmp_path: Path) -> None:
             anyio.run(lambda of=text: open_with(model, of))
 
 
-def test_a_head_may_be_a_hub_id_that_is_on_this_machine(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def cached_eagle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a head that fits, as the hub's library keeps `someone/tiny.eagle` on a machine."""
     torch.manual_seed(3)
     repository, commit = tmp_path / "hub/models--someone--tiny.eagle", "0" * 40
-    fit(EagleHead()).write(repository / "snapshots" / commit)
+    folder = fit(EagleHead()).write(repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return folder
+
+
+def test_a_head_may_be_a_hub_id_that_is_on_this_machine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached_eagle(tmp_path, monkeypatch)
     anyio.run(open_with, model, "eagle:someone/tiny.eagle,k=2")
     with pytest.raises(InvalidParams, match=r"tiny\.eagle holds a head for Eagle"):
         anyio.run(open_with, model, Medusa("someone/tiny.eagle"))
@@ -531,6 +541,24 @@ def test_a_head_may_be_a_hub_id_that_is_on_this_machine(
         with pytest.raises(ModelRejected, match="no such folder") as caught:
             anyio.run(open_with, model, Eagle(path))
         assert caught.value.field == "speculation.path" and "allow_download" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_head_is_looked_up_once(device: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokenizer and its weights are of one revision, whatever the hub says next."""
+    shutil.copy(model / "tokenizer.json", cached_eagle(tmp_path, monkeypatch))
+    looked_up: list[str] = []
+    look_up = huggingface_hub.snapshot_download
+
+    def counted(repository: str, **asked: Any) -> str:
+        looked_up.append(repository)
+        return look_up(repository, **asked)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", counted)
+    with emulated() if device == "cuda" else nullcontext():
+        sizes = {"dtype": "auto", "max_context": 64, "max_rows": 1}
+        anyio.run(partial(open_with, device=device, **sizes), model, "eagle:someone/tiny.eagle")
+    assert looked_up == ["someone/tiny.eagle"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from headrace.engine.model.cpu.loading import foreign_loader, is_native, loader
 from headrace.engine.model.cpu.operations import cpu_ops
 from headrace.engine.model.cpu.runner import CpuRunner
 from headrace.engine.model.cpu.sizing import CpuSizes, cpu_dtype, cpu_limits, cpu_sizes, runs_native
-from headrace.engine.model.drafting.draft_model import DraftSource
+from headrace.engine.model.drafting.draft_model import Drafting, DraftSource
 from headrace.engine.model.drafting.heads.source import head_source
 from headrace.engine.model.drafting.ngram import NgramDrafter
 from headrace.engine.model.network.foreign import ForeignModel
@@ -39,7 +39,7 @@ _GRANULE_BYTES = 4096  # bounds what slots may hold; on a CPU they take no memor
 
 
 def open_cpu(
-    config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel, draft: DraftSource | None = None
+    config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel, draft: Drafting | None = None
 ) -> Device:
     """Load the weights and make the runner.
 
@@ -47,7 +47,7 @@ def open_cpu(
         config: Options of the engine.
         spec: The shape of the model.
         source: Its weights.
-        draft: The draft model that guesses tokens; None where none does.
+        draft: The draft model that guesses tokens, or the folder of the head that does; None where neither does.
 
     Raises:
         ModelRejected: The weights cannot be used.
@@ -60,8 +60,8 @@ def open_cpu(
     context = Context(threads) if runs_native(spec) else None
     ops = cpu_ops(spec, page_size=config.page_size, max_positions=limits.context, dtype=dtype, context=context)
     head = None
-    if (named := head_source(config, spec, source)) is not None:
-        packed = config.dtype == "auto"
+    if draft is not None and not isinstance(draft, DraftSource):
+        named, packed = head_source(config, spec, draft), config.dtype == "auto"
         head = CpuHeadSource.of(named, ops, max_positions=limits.context, context=context, keep_packed=packed)
     with ExitStack() as files:
         if not isinstance(source, ForeignModel) and source != "random":
@@ -71,7 +71,7 @@ def open_cpu(
             page_bytes, weights = sizes.page_bytes + head.page_bytes, (*sizes.weights, *head.parts())
             sizes = replace(sizes, page_bytes=page_bytes, weights=weights)
         drafting = None
-        if draft is not None:
+        if isinstance(draft, DraftSource):
             drafting = CpuDraftSource.of(draft, files, max_context=limits.context, threads=threads, context=context)
             sizes = drafting.beside(sizes)
         return _open(config, spec, source, ops, sizes, threads, None if head is None else head.load, drafting)

@@ -15,7 +15,7 @@ from headrace.engine.life.progress import LoggedProgress, weights_read
 from headrace.engine.model.checkpoint.reread import rereading
 from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import DecoderWeights, Source, load_weights
-from headrace.engine.model.drafting.draft_model import DraftSource
+from headrace.engine.model.drafting.draft_model import Drafting, DraftSource
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.decoder import Decoder
 from headrace.engine.model.network.foreign import ForeignModel
@@ -82,14 +82,14 @@ def open_cuda(
     installed_kernels: bool = True,
     kernels: Kernels = KERNELS,
     blank: bool = False,
-    draft: DraftSource | None = None,
+    draft: Drafting | None = None,
     change_drafts: ChangeDrafts | None = None,
 ) -> Device:
     """Load the weights on the GPU `device`, measure what is left, and make a runner that has captured its graphs.
 
     Kernels are compiled unless `config.kernel_cache` keeps them, or a wheel, unless `installed_kernels` is False. With
-    `blank`, weights are zeros in the formats of `source`. A `draft` model is loaded beside the model. A benchmark may
-    change how drafts are made by `change_drafts`.
+    `blank`, weights are zeros in the formats of `source`. A `draft` model, or the head in the folder `draft`, is
+    loaded beside the model. A benchmark may change how drafts are made by `change_drafts`.
 
     Raises:
         ModelRejected: The weights cannot be used.
@@ -125,12 +125,12 @@ def _open(
     arch: Arch,
     kernels: Kernels,
     blank: bool,
-    draft: DraftSource | None,
+    draft: Drafting | None,
     change_drafts: ChangeDrafts | None,
 ) -> Device:
     limits = gpu_limits(config, spec)
     spec = within_context(spec, limits.context)
-    drafting, memory = DraftOpening.of(config, spec, source, draft), WeightMemory(device)
+    drafting, memory = DraftOpening.of(config, spec, draft), WeightMemory(device)
     if isinstance(source, ForeignModel):
         loaded = _load_foreign(config, source, memory, device, arch, kernels, blank, drafting)
     else:
@@ -143,7 +143,7 @@ def _open(
     page_bytes = kv_layout(spec, ops, () if drafts is None else drafts.pages).page_bytes(kv_dtype(config))
     free = 0 if config.kv_memory is not None else _free_for_pages(config, decoder, ops, limits, device, kernels, drafts)
     capacity = fit(config, spec, limits, page_bytes=page_bytes, free_bytes=free)
-    capacity = capacity if draft is None else draft.within_windows(capacity)
+    capacity = draft.within_windows(capacity) if isinstance(draft, DraftSource) else capacity
     runner = CudaRunner(
         decoder, ops, capacity, attention=config.decode_attention, device=device, bank=bank,
         weights=Weights(memory, loaded.reload), speculation=drafts, kernels=kernels,
@@ -271,7 +271,7 @@ def build_kernels(
     spec: DecoderSpec,
     source: Source | ForeignModel,
     device: torch.device,
-    draft: DraftSource | None = None,
+    draft: Drafting | None = None,
 ) -> BuiltKernels:
     """Compile every kernel that an engine of `config` may use for weights in the formats of `source`, and of `draft`.
 

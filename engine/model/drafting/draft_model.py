@@ -16,7 +16,7 @@ from typing import Final, Literal, NoReturn, TypeAlias
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams, ModelRejected
-from headrace.engine.life.model_files import find_model
+from headrace.engine.life.model_files import ModelFiles, find_model
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.families.registry import from_hf, read_hf_config
 from headrace.engine.model.spec import DecoderSpec
@@ -28,6 +28,7 @@ from headrace.engine.tokens.token_table import TokenTable
 __all__ = [
     "DraftFiles",
     "DraftSource",
+    "Drafting",
     "check_vocabularies",
     "open_draft_model",
     "quantised_as_draft",
@@ -78,6 +79,10 @@ class DraftSource:
         if capacity.window is None or None in windows:
             return replace(capacity, window=None)
         return replace(capacity, window=max(capacity.window, longest))
+
+
+Drafting: TypeAlias = DraftSource | ModelFiles
+"""What drafts with weights of its own: a draft model, or the folder of a head."""
 
 
 @contextmanager

@@ -12,12 +12,10 @@ import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.model.checkpoint.parameters import Empty
-from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.cuda.drafting.model_opening import ModelOpening, OpenModel
 from headrace.engine.model.cuda.drafting.opening import CudaHead, HeadOpening
 from headrace.engine.model.cuda.operations import CudaDecoder
-from headrace.engine.model.drafting.draft_model import DraftSource
-from headrace.engine.model.network.foreign import ForeignModel
+from headrace.engine.model.drafting.draft_model import Drafting, DraftSource
 from headrace.engine.model.spec import DecoderSpec, MixerSpec
 from headrace.engine.stats import WeightPart
 from headrace.ops.cuda.block import CudaOps
@@ -34,16 +32,16 @@ class DraftOpening:
         self._opening = opening
 
     @classmethod
-    def of(
-        cls, config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel, draft: DraftSource | None
-    ) -> Self:
-        """Return what `config` names for a model, checked; `draft` is the draft model if it names one.
+    def of(cls, config: EngineConfig, spec: DecoderSpec, draft: Drafting | None) -> Self:
+        """Return what `config` names for a model, checked; `draft` is the draft model or the folder of the head.
 
         Raises:
             ModelRejected: A head's files cannot be used, or it was made for another model.
             InvalidParams: A head drafts fewer tokens than are asked for, or what is named does not fit the model.
         """
-        return cls(HeadOpening.of(config, spec, source) if draft is None else ModelOpening(config, spec, draft))
+        if isinstance(draft, DraftSource):
+            return cls(ModelOpening(config, spec, draft))
+        return cls(None if draft is None else HeadOpening.of(config, spec, draft))
 
     def load(self, device: torch.device, empty: Empty, *, blank: bool = False) -> None:
         """Read the weights into tensors from `empty`, now or once more; draft models can have `blank` ones.

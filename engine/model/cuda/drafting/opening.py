@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, Self
+from typing import Self
 
 import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
+from headrace.engine.life.model_files import ModelFiles
 from headrace.engine.model.checkpoint.parameters import Empty
 from headrace.engine.model.checkpoint.weight_parts import WeightSum, name_of
-from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.cuda.drafting.attention import HeadAttention
 from headrace.engine.model.cuda.drafting.drafter import CudaDrafter, RowTable
 from headrace.engine.model.cuda.drafting.drafts import OpenDrafts
 from headrace.engine.model.cuda.drafting.heads import MedusaDrafter, RecurrentDrafter
 from headrace.engine.model.cuda.operations import CudaDecoder, cuda_ops, kinds_in
+from headrace.engine.model.drafting.heads.folder import refuse_head
 from headrace.engine.model.drafting.heads.loading import MedusaWeights, RecurrentWeights, load_head
 from headrace.engine.model.drafting.heads.medusa import MedusaHeads
 from headrace.engine.model.drafting.heads.recurrent import RecurrentHead
@@ -29,7 +30,6 @@ from headrace.engine.model.drafting.heads.source import HeadSource, head_source
 from headrace.engine.model.drafting.heads.spec import MedusaSpec
 from headrace.engine.model.latent import has_latents
 from headrace.engine.model.network.decoder import Decoder
-from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.shared.gpu_sizes import DTYPE, gpu_limits, kv_dtype
 from headrace.engine.model.shared.heads import attention_kinds
 from headrace.engine.model.spec import Attention, DecoderSpec, MixerSpec
@@ -90,16 +90,15 @@ class HeadOpening:
         self._weights: RecurrentWeights | MedusaWeights | None = None
 
     @classmethod
-    def of(cls, config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel) -> Self | None:
-        """Return the head that `config` names for a model, checked; None if it names none.
+    def of(cls, config: EngineConfig, spec: DecoderSpec, files: ModelFiles) -> Self:
+        """Return the head that `config` names for a model, and whose folder was found, checked.
 
         Raises:
             ModelRejected: The head's files cannot be used, or the head was made for another model.
-            InvalidParams: The head drafts fewer tokens than are asked for, does not fit into the pages, or the model
-                can have no head.
+            InvalidParams: The head drafts fewer tokens than are asked for, is of another kind, or does not fit into the
+                pages.
         """
-        found = head_source(config, spec, source)
-        return None if found is None else cls(config, found)
+        return cls(config, head_source(config, spec, files))
 
     def load(self, device: torch.device, empty: Empty, *, blank: bool = False) -> None:
         """Read the weights into tensors from `empty`, whether or not those of the model are `blank`.
@@ -182,10 +181,12 @@ def _check(config: EngineConfig, source: HeadSource) -> None:
     if isinstance(spec, MedusaSpec):
         return
     if has_latents(spec.block) or has_latents(source.target):
-        _refuse(config, f"{spec.origin} drafts for a model that keeps latent vectors, which only a CPU computes yet")
+        refuse_head(
+            config, f"{spec.origin} drafts for a model that keeps latent vectors, which only a CPU computes yet"
+        )
     own, wanted = (_page_elements(each) for each in (spec.block.layers[0].mixer, attention_kinds(source.target)[0]))
     if own != wanted:
-        _refuse(
+        refuse_head(
             config,
             f"{spec.origin} keeps {own} elements of keys for a token and the model's layers {wanted}, which on a GPU "
             "have to be as many; a CPU takes any",
@@ -195,9 +196,3 @@ def _check(config: EngineConfig, source: HeadSource) -> None:
 def _page_elements(mixer: MixerSpec) -> int:
     assert isinstance(mixer, Attention)
     return mixer.kv_heads * mixer.head_dim
-
-
-def _refuse(config: EngineConfig, why: str) -> NoReturn:
-    raise InvalidParams(
-        f"speculation: {why}, got {config.speculation}", field="speculation", value=config.speculation, limit=None
-    )

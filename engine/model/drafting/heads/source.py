@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import InvalidParams
 from headrace.engine.life.model_files import ModelFiles
-from headrace.engine.model.checkpoint.weights import Source
 from headrace.engine.model.drafting.draft_model import quantised_as_draft
-from headrace.engine.model.drafting.heads.folder import head_folder
+from headrace.engine.model.drafting.heads.folder import refuse_head
 from headrace.engine.model.drafting.heads.loading import describe_head
 from headrace.engine.model.drafting.heads.reading import HeadFiles, open_head, open_mtp
 from headrace.engine.model.drafting.heads.spec import HeadSpec, MedusaSpec
-from headrace.engine.model.network.foreign import ForeignModel
 from headrace.engine.model.spec import DecoderSpec
 from headrace.engine.speculation import Eagle, Medusa, Mtp
 
@@ -48,27 +43,23 @@ class HeadSource:
             yield found
 
 
-def head_source(config: EngineConfig, spec: DecoderSpec, source: Source | ForeignModel) -> HeadSource | None:
-    """Return the draft head that `config` names; None if it names none.
+def head_source(config: EngineConfig, spec: DecoderSpec, files: ModelFiles) -> HeadSource:
+    """Return the draft head that `config` names, for the model `spec`; `files` is what `head_folder` found.
 
     Raises:
         ModelRejected: The head's files cannot be used, or the head was made for another model.
-        InvalidParams: The head drafts fewer tokens than are asked for, is to be quantised and is so already, or the
-            model can have no head.
+        InvalidParams: The head drafts fewer tokens than are asked for, is of another kind, or is to be quantised and is
+            so already.
     """
     asked = config.speculation
-    if not isinstance(asked, Eagle | Medusa | Mtp):
-        return None
-    if isinstance(source, ForeignModel) or not spec.has_head:
-        _refuse(config, "a model without native code, or without an output head, has no draft head")
-    files = _model_folder(config, source) if isinstance(asked, Mtp) else head_folder(config, asked)
+    assert isinstance(asked, Eagle | Medusa | Mtp)
     with _opened(asked, spec, files) as found:
         head = found.spec
         with quantised_as_draft():
             describe_head(found, spec, dtype=torch.bfloat16, quantize=asked.quantize)
     if isinstance(head, MedusaSpec) != isinstance(asked, Medusa):
         other = "Medusa" if isinstance(head, MedusaSpec) else "Eagle"
-        _refuse(config, f"{head.origin} holds a head for {other}")
+        refuse_head(config, f"{head.origin} holds a head for {other}")
     if asked.k > head.most_drafts:
         raise InvalidParams(
             f"speculation.k: {head.origin} drafts at most {head.most_drafts} tokens in a row, got {asked.k}",
@@ -79,22 +70,9 @@ def head_source(config: EngineConfig, spec: DecoderSpec, source: Source | Foreig
     return HeadSource(asked, spec, files, head)
 
 
-def _model_folder(config: EngineConfig, source: Source | ForeignModel) -> ModelFiles:
-    """Return the folder of the model's weights."""
-    if not isinstance(source, str | os.PathLike) or source == "random" or not Path(source).is_dir():
-        _refuse(config, "only a model folder with weights holds a module that drafts")
-    return ModelFiles(Path(source), Path(source).name)
-
-
 @contextmanager
 def _opened(asked: Eagle | Medusa | Mtp, target: DecoderSpec, files: ModelFiles) -> Iterator[HeadFiles]:
     is_part = isinstance(asked, Mtp)
     opened = open_mtp(files.path, target) if is_part else open_head(files.path, target, files.name)
     with opened as found:
         yield found
-
-
-def _refuse(config: EngineConfig, why: str) -> NoReturn:
-    raise InvalidParams(
-        f"speculation: {why}, got {config.speculation}", field="speculation", value=config.speculation, limit=None
-    )

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from headrace.engine.config import EngineConfig
+from headrace.engine.life.model_files import ModelFiles
 from headrace.engine.model.checkpoint.found import refuse_tensor
 from headrace.engine.model.checkpoint.gguf import GgufFile
 from headrace.engine.model.checkpoint.safetensors import SafetensorsFolder
 from headrace.engine.model.drafting.draft_model import check_vocabularies, refused_as_draft
-from headrace.engine.model.drafting.heads.folder import head_folder
 from headrace.engine.model.drafting.heads.spec import RecurrentSpec
 from headrace.engine.speculation import Eagle, Medusa
 from headrace.engine.tokens.token_table import TokenTable
@@ -65,14 +65,19 @@ def _told(files: SafetensorsFolder, name: str) -> str:
 
 
 def check_tokenizer(
-    config: EngineConfig, table: TokenTable, read_table: Callable[[GgufFile | Path], TokenTable]
+    config: EngineConfig,
+    head: ModelFiles,
+    table: TokenTable,
+    read_table: Callable[[GgufFile | Path], TokenTable],
 ) -> None:
     """Refuse the draft head that `config` names if its folder has a tokenizer whose ids stand for other tokens.
 
-    Nothing is compared where the head comes without a tokenizer.json, as most do, or the model without a tokenizer.
+    Nothing is compared where the head comes without a tokenizer.json, as most do, or is a part of the model, or where
+    the model has no tokenizer.
 
     Args:
         config: Options of the engine.
+        head: Folder and name of the head.
         table: Tokens of the model that is to be drafted for; empty if it has no tokenizer.
         read_table: Returns the tokens of a folder.
 
@@ -82,7 +87,6 @@ def check_tokenizer(
     asked = config.speculation
     if not isinstance(asked, Eagle | Medusa) or not table.pieces:
         return
-    folder, name = head_folder(config, asked)
-    if (folder / _TOKENIZER).is_file():
+    if (head.path / _TOKENIZER).is_file():
         with refused_as_draft(str(asked.path), "draft head"):
-            check_vocabularies(name, read_table(folder), table)
+            check_vocabularies(head.name, read_table(head.path), table)
