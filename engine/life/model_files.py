@@ -20,8 +20,8 @@ __all__ = ["ModelFiles", "find_folder", "find_model"]
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
-_SUFFIXES: Final = frozenset((*_PICKLES, ".gguf", ".ggml", ".safetensors", ".onnx", ".json"))
-"""Endings of file names, which no real hub id has."""
+_WEIGHTS: Final = (*_PICKLES, ".gguf", ".ggml", ".safetensors", ".onnx")
+"""Endings of the names of files with weights, whether or not they are read."""
 _WANTED: Final = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _RUNS: Final = "a folder with config.json and safetensors, or a .gguf file"
 _MOST_LISTED: Final = 20
@@ -90,8 +90,7 @@ def _of_folder(folder: Path, config: EngineConfig) -> Path:
         told = "is an adapter in PEFT's format: open its base model with adapter_slots=1, and load the folder with "
         _refuse("model", config.model, f"{folder} {told}engine.adapters.load(name, folder)")
     if not has_config:
-        others = sorted(path.name for path in folder.iterdir() if path.suffix in _SUFFIXES - {".json"})
-        held = f"; it holds {_listed(others)}" if others else ""
+        held = _held(path.name for path in folder.iterdir())
         _refuse("config.json", None, f"no such file in {folder}{held}; {_RUNS} would run")
     return folder
 
@@ -126,7 +125,7 @@ def _one_gguf(names: Iterable[str], config: EngineConfig, where: str) -> str:
         _refuse("file", config.file, f'{where} {told}: choose one, such as file="{found[0]}", of {_listed(found)}')
     held = _listed([name for name in names if name.endswith(".gguf")]) or "no .gguf file"
     if config.file is None:
-        _refuse("model", config.model, f"{where} holds neither safetensors nor a .gguf file")
+        _refuse("model", config.model, f"{where} holds neither safetensors nor a .gguf file{_held(names)}")
     _refuse("file", config.file, f"nothing in {where} matches {config.file}; it holds {held}")
 
 
@@ -168,25 +167,30 @@ def _from_hub(config: EngineConfig, *, as_folder: bool = False) -> Path:
         raise ModelRejected(f"model: the hub did not give {model}: {error}", field="model", value=model) from error
 
 
-def _check_safetensors(names: Iterable[str], model: str) -> None:
+def _check_safetensors(names: list[str], model: str) -> None:
     """Refuse a repository that holds none."""
-    found = [name for name in names if PurePath(name).suffix in _SUFFIXES - {".json"}]
-    if any(name.endswith(".safetensors") for name in found):
-        return
-    held = f"; it holds {_listed(found)}" if found else ""
-    if any(name.endswith(_PICKLES) for name in found):
-        held += ", of which pickles can run code: of a folder with them the error says how to convert them"
-    _refuse("model", model, f"{model} holds no safetensors{held}")
+    if not any(name.endswith(".safetensors") for name in names):
+        _refuse("model", model, f"{model} holds no safetensors{_held(names)}")
 
 
 def _is_hub_id(model: str) -> bool:
-    """Return whether a text may be a hub id, which looks like a relative path of one or two parts."""
+    """Return whether a text may be a hub id, which looks like a relative path of one or two parts, of no file."""
     is_long = os.sep in model.partition("/")[2]
-    return not is_long and _HUB_ID.fullmatch(model) is not None and PurePath(model).suffix not in _SUFFIXES
+    return not is_long and _HUB_ID.fullmatch(model) is not None and not model.endswith((*_WEIGHTS, ".json"))
 
 
 def _advice(path: Path) -> str:
     return "; give the folder that the file is in" if path.suffix in (".safetensors", ".json") else ""
+
+
+def _held(names: Iterable[str]) -> str:
+    """Return the end of a message that says which of `names` are files with weights; nothing if none is."""
+    held = sorted(name for name in names if name.endswith(_WEIGHTS))
+    if not held:
+        return ""
+    are_pickles = any(name.endswith(_PICKLES) for name in held)
+    told = ", of which pickles can run code and are not read: convert them to safetensors" if are_pickles else ""
+    return f"; it holds {_listed(held)}{told}"
 
 
 def _listed(names: list[str]) -> str:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -85,9 +86,22 @@ def test_refusals_say_what_would_run(tmp_path: Path) -> None:
     assert error.field == "config.json" and f"no such file in {tmp_path / 'empty'};" in str(error)
     assert "safetensors" in str(error) and ".gguf" in str(error)
     (tmp_path / "empty" / "model.onnx").write_bytes(b"")
-    assert "it holds model.onnx" in str(refused(tmp_path / "empty"))
+    assert "it holds model.onnx;" in str(refused(tmp_path / "empty"))
+    (tmp_path / "empty" / "weights.ckpt").write_bytes(b"")
+    pickles = "it holds model.onnx, weights.ckpt, of which pickles can run code and are not read: convert them"
+    assert pickles in str(refused(tmp_path / "empty"))
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert "give the folder" in str(refused(tmp_path / "model.safetensors"))
+
+
+def test_a_repository_of_another_format_is_refused_with_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in ("onnx/model.onnx", "config.json")])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda self, name: files)
+    error = refused("someone/model", allow_download=True)
+    assert str(error).endswith("holds neither safetensors nor a .gguf file; it holds onnx/model.onnx")
 
 
 @pytest.mark.anyio
