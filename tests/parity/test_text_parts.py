@@ -294,7 +294,8 @@ def test_an_engine_refuses_images(tmp_path: Path) -> None:
     ("field", "value"),
     [
         ("is_encoder_decoder", True), ("add_cross_attention", True), ("alibi", True), ("model_type", "planted"),
-        ("auto_map", {"AutoModel": "a.Planted"}),
+        ("auto_map", {"AutoModel": "a.Planted"}), ("architectures", ["Qwen3VLForConditionalGeneration"]),
+        ("architectures", []), ("architectures", "Qwen2_5OmniThinkerForConditionalGeneration"),
     ],
 )  # fmt: skip
 def test_what_a_thinker_says_counts(whole: Any, field: str, value: object) -> None:
@@ -306,6 +307,18 @@ def test_what_a_thinker_says_counts(whole: Any, field: str, value: object) -> No
     with pytest.raises(ModelRejected, match=f"config.json: thinker_config: {field} is") as refused:
         from_hf(config)
     assert (refused.value.field, refused.value.value) == (field, value)
+
+
+def test_a_thinker_may_have_its_own_name_and_no_other() -> None:
+    """Published files of Qwen2.5-Omni call it by a former name, those of Qwen3-Omni say nothing of it."""
+    thinker = {"text_config": {}, "model_type": "qwen2_5_omni_thinker"}
+    outer = {"architectures": ["Qwen2_5OmniModel"], "model_type": "qwen2_5_omni"}
+    expected = from_hf({**outer, "thinker_config": thinker})
+    for name in ("Qwen2OmniNaViTThinkerForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration"):
+        assert from_hf({**outer, "thinker_config": {**thinker, "architectures": [name]}}) == expected
+    assert from_hf({**outer, "thinker_config": {**thinker, "architectures": None}}) == expected
+    with pytest.raises(ModelRejected, match="supported: Qwen2_5OmniThinkerForConditionalGeneration, which goes with"):
+        from_hf({**outer, "thinker_config": {**thinker, "architectures": outer["architectures"]}})
 
 
 @pytest.mark.parametrize("places", [(), ("text_config",), ("thinker_config",), ("thinker_config", "text_config")])

@@ -182,7 +182,7 @@ def _multimodal(config: Mapping[str, object]) -> Multimodal | None:
     named, kind = config.get("architectures"), config.get("model_type")
     if named is None:
         return next((each for each in MULTIMODAL if each.model_type == kind), None)
-    return next((each for each in MULTIMODAL if named in [[name] for name in each.names]), None)
+    return next((each for each in MULTIMODAL if each.is_named(named)), None)
 
 
 def _of_text_part(
@@ -195,6 +195,8 @@ def _of_text_part(
         known = ", ".join(each.model_type for each in families)
         refuse(part.origin, "model_type", part.family, f"a family with native code: {known}")
     for kind, data, place in part.containers:
+        if (named := data.get("architectures")) is not None and not kind.is_named(named):
+            refuse(place, "architectures", named, f"{kind.architecture}, which goes with {whole.architecture}")
         if has_other_code(data, kind.names):
             refuse(place, "auto_map", data["auto_map"], "models that need no code of their own")
         if data.get("model_type", kind.model_type) != kind.model_type:

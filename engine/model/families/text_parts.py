@@ -68,6 +68,10 @@ class Multimodal:
         """The names in `architectures` that the model may have."""
         return (self.architecture, *self.former_names)
 
+    def is_named(self, architectures: object) -> bool:
+        """Return whether the `architectures` of a config are this one alone."""
+        return architectures in [[name] for name in self.names]
+
 
 _LLAVA: Final = ("vision_tower", "multi_modal_projector")
 _HUNYUAN: Final = ("vit", "vision_tower")
@@ -103,7 +107,8 @@ MULTIMODAL: Final = (
     Multimodal("Qwen2AudioForConditionalGeneration", "qwen2_audio", "qwen2", _AUDIO),
     Multimodal("HunYuanVLForConditionalGeneration", "hunyuan_vl", "hunyuan_vl_text", _HUNYUAN, has_own_text=True),
     Multimodal(
-        "Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker", "qwen2_5_omni_text", _THINKER, True
+        "Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker", "qwen2_5_omni_text", _THINKER, True,
+        former_names=("Qwen2OmniNaViTThinkerForConditionalGeneration",),
     ),
     Multimodal(
         "Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni", "qwen2_5_omni_text",
