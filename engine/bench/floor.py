@@ -89,10 +89,19 @@ class Cost:
         """Return the distinct experts of a layer that so many tokens may be expected to choose."""
         return self.experts * self.read_share(tokens)
 
+    def expert_bytes_read(self, tokens: int, experts: float | None = None) -> float:
+        """Return the bytes of experts that a step reads.
+
+        Args:
+            tokens: Tokens of the step.
+            experts: Distinct experts that it chooses, on average over the layers with experts; None for as many as may
+                be expected.
+        """
+        return self.expert_bytes * (self.read_share(tokens) if experts is None else experts / self.experts)
+
     def _read(self, tokens: int, experts: float | None = None) -> float:
-        """Return the bytes of weights that a step reads, of so many tokens and distinct `experts` of a layer."""
-        share = self.read_share(tokens) if experts is None else experts / self.experts
-        return self.weight_bytes - self.expert_bytes * (1.0 - share)
+        """Return the bytes of weights that a step reads; arguments are those of `expert_bytes_read`."""
+        return self.weight_bytes - self.expert_bytes + self.expert_bytes_read(tokens, experts)
 
     @property
     def _passed(self) -> float:
@@ -104,6 +113,11 @@ class Cost:
         seen = [context if window is None else min(context, window) for window in self.windows]
         return sum(seen) / len(seen)
 
+    def decode_bytes(self, contexts: Sequence[int], experts: float | None = None) -> float:
+        """Return the bytes that one decode step reads and writes; arguments are those of `decode_seconds`."""
+        seen = sum(map(self._seen, contexts))
+        return self._read(len(contexts), experts) + self.kv_bytes * (seen + len(contexts))
+
     def decode_seconds(self, contexts: Sequence[int], speed: Speed, experts: float | None = None) -> float:
         """Return the floor of one decode step.
 
@@ -114,9 +128,8 @@ class Cost:
                 for as many as may be expected.
         """
         seen = sum(map(self._seen, contexts))
-        moved = self._read(len(contexts), experts) + self.kv_bytes * (seen + len(contexts))
         flops = 2 * (self._passed + self.head_params) * len(contexts) + self.attention_flops * seen
-        return max(moved / speed.bytes_per_second, flops / speed.flops_per_second)
+        return max(self.decode_bytes(contexts, experts) / speed.bytes_per_second, flops / speed.flops_per_second)
 
     def prefill_seconds(self, prompts: Sequence[int], speed: Speed) -> float:
         """Return the floor of computing prompts of `prompts` tokens each, all in one step."""

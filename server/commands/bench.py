@@ -13,11 +13,14 @@ from headrace.server.commands.bench_options import (
     DeviceOption,
     FormatOption,
     KvOption,
+    ParamsOption,
     PeerOption,
+    PrefillOption,
     ProfileOption,
     PromptOption,
     RepeatsOption,
     RequestsOption,
+    RoutingOption,
     RowsOption,
     ScaleOption,
     SetOption,
@@ -41,13 +44,9 @@ def bench_latency(
     batches: BatchesOption = "1,16,64,256",
     context: Annotated[int, typer.Option(help="Mean tokens of a row while it is measured.", min=1)] = 1000,
     steps: StepsOption = 128,
-    prefill: Annotated[
-        str | None,
-        typer.Option(help="Also measure prompts a second, with so many prompts of so many tokens, such as 32x2048."),
-    ] = None,
-    params: Annotated[
-        str | None, typer.Option(help="What each row asks for beyond greedy tokens: SamplingParams as a JSON object.")
-    ] = None,
+    prefill: PrefillOption = None,
+    params: ParamsOption = None,
+    routing: RoutingOption = "uniform",
     repeats: RepeatsOption = 3,
     peer: PeerOption = None,
     profile: ProfileOption = False,
@@ -74,6 +73,7 @@ def bench_latency(
         profile=profile,
         json_path=json_path,
         params=params,
+        routing=routing,
     )
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands of `headrace bench` share, and the target that they describe; measures nothing."""
+"""Options of the commands of `headrace bench`, and the target that they describe; measures nothing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ __all__ = [
     "DeviceOption",
     "FormatOption",
     "KvOption",
+    "ParamsOption",
     "PeerOption",
+    "PrefillOption",
     "ProfileOption",
     "PromptOption",
     "RepeatsOption",
     "RequestsOption",
+    "RoutingOption",
     "RowsOption",
     "ScaleOption",
     "SetOption",
@@ -49,6 +52,20 @@ RowsOption = Annotated[
 ]
 FormatOption = Annotated[
     str | None, typer.Option(help="random invents weights for a folder with a config.json, as for a shape's name.")
+]
+PrefillOption = Annotated[
+    str | None,
+    typer.Option(help="Also measure prompts a second, with so many prompts of so many tokens, such as 32x2048."),
+]
+ParamsOption = Annotated[
+    str | None, typer.Option(help="What each row asks for beyond greedy tokens: SamplingParams as a JSON object.")
+]
+RoutingOption = Annotated[
+    str,
+    typer.Option(
+        help="Experts that rows choose: uniform, as random weights have it; one, all rows the same; each, every row "
+        "others. The latter two are for random weights."
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,

@@ -3,7 +3,8 @@
 A step's time is the interval between commits while every row decodes: no prefill, no start, no end. Prompts are shorter
 than the context asked for by half of what they grow, so that the mean step has that context; each repeat has fresh
 random ones. A peer's step is the difference of a long and a short run, divided by the tokens between them. Of a mixture
-of experts the last repeat runs once more, not timed, to count the experts that its steps choose.
+of experts the last repeat runs once more, not timed, to count the experts that its steps choose, and tokens may be made
+to choose all the same ones, or each row others (rigged.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from headrace.engine.bench.opening import BenchmarkFailed, Subject, Target, open
 from headrace.engine.bench.profile import steady_intervals, watching
 from headrace.engine.bench.profiled import WINDOW, profile_work
 from headrace.engine.bench.report import percentile, save, show, spread, table
+from headrace.engine.bench.rigged import RiggedRouting, rigged
 from headrace.engine.bench.workload import random_prompts
 
 __all__ = ["decode", "parse_params", "parse_prefill", "reached_tokens", "run"]
@@ -43,17 +45,22 @@ def run(
     profile: bool,
     json_path: str | None,
     params: str | None = None,
+    routing: str = "uniform",
 ) -> None:
     """Measure, print and save the figures.
 
     Raises:
-        BenchmarkFailed: An option is malformed, or `params` are given together with a peer.
+        BenchmarkFailed: An option is malformed, `params` or another `routing` than `uniform` are given together with a
+            peer, or the routing is not possible.
     """
     shape = parse_prefill(prefill) if prefill else None
     asked = parse_params(params) if params else {}
     if asked and peer is not None:
         raise BenchmarkFailed(f"--params {params}: a peer's rows are greedy; leave out one of the two")
-    anyio.run(_run, target, batches, (context, steps), shape, repeats, peer, profile, json_path, asked)
+    with rigged(routing, target) as rig:
+        if rig is not None and peer is not None:
+            raise BenchmarkFailed(f"--routing {routing}: a peer has weights of its own; leave out one of the two")
+        anyio.run(_run, target, batches, (context, steps), shape, repeats, peer, profile, json_path, asked, rig)
 
 
 def parse_params(text: str) -> dict[str, Any]:
@@ -92,6 +99,7 @@ async def _run(
     profile: bool,
     json_path: str | None,
     asked: Mapping[str, Any],
+    rig: RiggedRouting | None,
 ) -> None:
     context, steps = lengths
     needed = max([*batches, prefill[0] if prefill else 1])
@@ -104,11 +112,12 @@ async def _run(
             rounds = len(batches) * (2 if other else 1) + (1 if prefill else 0)
             counts = len(batches) if _is_countable(subject) else 0
             task = progress.add_task("measuring", total=rounds * (repeats + 1) + counts)
-            measure = _Measure(subject, other, repeats, asked, progress, task)
+            measure = _Measure(subject, other, repeats, asked, progress, task, rig)
             figures = [await measure.batch(batch, context, steps) for batch in batches]
             rates = await measure.prefill(*prefill) if prefill else []
+        more = {} if rig is None else {"routing": rig.how}
         data: dict[str, Any] = {
-            "conditions": subject.conditions(target, context=context, steps=steps, repeats=repeats, **asked),
+            "conditions": subject.conditions(target, context=context, steps=steps, repeats=repeats, **more, **asked),
             "decode": figures,
         }
         if other is not None:
@@ -121,13 +130,21 @@ async def _run(
         columns = columns if other is None else (*columns, other.name, "ratio")
         show("decode step, ms", columns, [_row(each) for each in figures], data, json_path)
         if profile:
-            data["profile"] = {each["batch"]: await _profiled(subject, each, context, steps, asked) for each in figures}
+            data["profile"] = {
+                each["batch"]: await _profiled(subject, each, context, steps, asked, rig) for each in figures
+            }
             save(data, json_path)
 
 
 _COLUMNS = ("batch", "median", "p10 to p90", "tok/s", "floor", "% of floor")
-_EXPERTS = ("distinct experts of a layer: mean over layers (lowest to highest)", "expected of all")
-"""What steps were seen to choose, which the floor reads, and what independent choices would be expected to hit."""
+_EXPERTS = (
+    "distinct experts of a layer: mean over layers (lowest to highest)",
+    "expected of all",
+    "MB of experts",
+    "GB/s",
+)
+"""What steps were seen to choose, which the floor reads; what independent choices would be expected to hit; the bytes
+of chosen experts that a step reads; and the bytes of all that it reads and writes by the second, at the median."""
 
 
 def _print_prefill(figures: dict[str, Any]) -> None:
@@ -150,6 +167,7 @@ def _row(figure: dict[str, Any]) -> list[str]:
         chosen = figure["chosen_experts"]
         cells.append(f"{mean(chosen):.1f} ({min(chosen):.1f} to {max(chosen):.1f})" if chosen else "not seen")
         cells.append(f"{figure['expected_experts']:.1f} of {figure['experts']}")
+        cells += [f"{figure['expert_bytes'] / 1e6:,.1f}", f"{figure['bytes'] / step / 1e6:,.1f}"]
     if "peer_step_ms" in figure:
         theirs = figure["peer_step_ms"]
         ratios = [its / ours for its, ours in zip(theirs, figure["medians_ms"], strict=True)]
@@ -173,8 +191,10 @@ class _Measure:
         asked: Mapping[str, Any],
         progress: Progress,
         task: TaskID,
+        rig: RiggedRouting | None,
     ) -> None:
         self._subject = subject
+        self._rig = rig
         self._asked = asked
         self._other = other
         self._repeats = repeats
@@ -183,8 +203,7 @@ class _Measure:
         self._seeds: Iterator[int] = iter(range(1 << 30))
 
     def _prompts(self, count: int, tokens: int) -> list[list[int]]:
-        vocab_size = self._subject.engine.info.vocab_size
-        return random_prompts(count, tokens, vocab_size=vocab_size, seed=next(self._seeds))
+        return _drawn(self._subject.engine, count, tokens, next(self._seeds), self._rig)
 
     async def batch(self, batch: int, context: int, steps: int) -> dict[str, Any]:
         """Return the figures of one batch size, in milliseconds."""
@@ -205,6 +224,8 @@ class _Measure:
         reached = prompt + _growth(subject.engine, batch, context, steps)
         chosen = await self._chosen(prompts, steps) if _is_countable(subject) else []
         experts = mean(chosen) if chosen else None
+        if self._rig is not None:
+            self._rig.check(batch, experts)
         figure = {
             "batch": batch,
             "step_ms": {"p10": percentile(pooled, 0.1), "p50": median(pooled), "p90": percentile(pooled, 0.9)},
@@ -215,8 +236,13 @@ class _Measure:
             "floor_ms": 1000 * subject.cost.decode_seconds([reached] * batch, subject.speed, experts),
         }
         if subject.cost.experts:
-            expected = subject.cost.expected_experts(batch)
-            figure |= {"chosen_experts": chosen, "expected_experts": expected, "experts": subject.cost.experts}
+            figure |= {
+                "chosen_experts": chosen,
+                "expected_experts": subject.cost.expected_experts(batch),
+                "experts": subject.cost.experts,
+                "expert_bytes": subject.cost.expert_bytes_read(batch, experts),
+                "bytes": subject.cost.decode_bytes([reached] * batch, experts),
+            }
         return figure | ({"peer_step_ms": theirs[1:]} if self._other else {})
 
     async def _chosen(self, prompts: Sequence[list[int]], steps: int) -> list[float]:
@@ -276,6 +302,11 @@ def _growth(engine: Engine, batch: int, context: int, steps: int) -> int:
     return _SKIP + steps // 2 + _joining(engine, batch, context) // 2
 
 
+def _drawn(engine: Engine, count: int, tokens: int, seed: int, rig: RiggedRouting | None) -> list[list[int]]:
+    prompts = random_prompts(count, tokens, vocab_size=engine.info.vocab_size, seed=seed)
+    return prompts if rig is None else rig.ended(prompts)
+
+
 def _prompt(engine: Engine, batch: int, context: int, steps: int) -> int:
     return max(1, context - _growth(engine, batch, context, steps))
 
@@ -286,11 +317,16 @@ def _output(engine: Engine, batch: int, context: int, steps: int) -> int:
 
 
 async def _profiled(
-    subject: Subject, figure: dict[str, Any], context: int, steps: int, asked: Mapping[str, Any]
+    subject: Subject,
+    figure: dict[str, Any],
+    context: int,
+    steps: int,
+    asked: Mapping[str, Any],
+    rig: RiggedRouting | None,
 ) -> dict[str, Any]:
     batch = figure["batch"]
     prompt = _prompt(subject.engine, batch, context, steps)
-    prompts = random_prompts(batch, prompt, vocab_size=subject.engine.info.vocab_size, seed=batch << 32)
+    prompts = _drawn(subject.engine, batch, prompt, batch << 32, rig)
     lasting = max(steps, round(2000 * WINDOW / figure["step_ms"]["p50"]))
     return await profile_work(
         subject,
