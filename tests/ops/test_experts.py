@@ -266,6 +266,29 @@ def test_products_of_a_prompt_in_bfloat16_have_the_rows_that_sum_alike(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("quantised", [None, "int8", "fp8"])
+def test_skewed_choices(quantised: Any, kind: str) -> None:
+    """All rows choose one expert, or the same few, or each row has an expert of its own."""
+    one, same, each = made(ROUTINGS["one expert"]), made(SOFTMAX), made(ROUTINGS["one expert"])
+    one.router_XE.zero_()
+    same.router_XE.zero_()
+    each.router_XE.copy_(torch.eye(SOFTMAX.experts, HIDDEN) * 8)
+    apart = inputs(SOFTMAX.experts)
+    apart[:, : SOFTMAX.experts] = torch.eye(SOFTMAX.experts).flip(0)
+    ops = cpu_ops(kind)
+    for experts, x_NE, hit in ((one, inputs(64), 1), (same, inputs(64), SOFTMAX.top_k), (each, apart, SOFTMAX.experts)):
+        if quantised is not None:
+            codes = (tuple(quantise(weight, quantised) for weight in each) for each in (experts.gate_up, experts.down))
+            experts = replace(experts, **dict(zip(("gate_up", "down"), codes, strict=True)))
+        choice = slow_route(x_NE, experts)
+        assert len(choice.ids_NK.unique()) == hit
+        wanted = slow_experts(x_NE, experts, choice)
+        tolerance = 5e-6 if quantised is None and kind != "native bfloat16" else 0.03
+        assert (ops.pack_experts(experts)(x_NE).double() - wanted).abs().max() < tolerance * wanted.abs().max()
+    ops.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_only_experts_that_are_hit_are_read(kind: str) -> None:
     """The others' weights are NaN, which any product with them would spread."""
     experts, ops, x_NE = made(SOFTMAX), cpu_ops(kind), inputs(2)

@@ -110,14 +110,14 @@ def check_choices():
     assert most_tiles(128, 128, 16) == 128 and most_tiles(2048, 8, 64) == 39
 
 
-def spread(rows, experts, how):
+def spread(rows, experts, how, hidden=72):
     # Inputs and a router of which the choice is known: all tokens to the first experts, or one to each.
-    x, router = torch.randn(rows, 72).bfloat16(), torch.randn(experts, 72)
+    x, router = torch.randn(rows, hidden).bfloat16(), torch.randn(experts, hidden)
     if how == "one":
-        router = torch.zeros(experts, 72)
+        router = torch.zeros(experts, hidden)
     elif how == "each":
         x[:, :experts] = torch.eye(experts)[torch.arange(rows) % experts]
-        router = 8 * torch.eye(experts, 72)
+        router = 8 * torch.eye(experts, hidden)
     return x, router
 
 
@@ -201,9 +201,11 @@ def check_codes(names):
         if up.kind is None and not is_ordered:
             continue
         in_bytes = up.kind is not None and up.kind.codes == "fp8"
-        for rows in (*((1, 7) if number % 2 else (2, 17)), *((66,) if in_bytes else ())):
-            x, router = torch.randn(rows, hidden).bfloat16(), torch.randn(experts, hidden)
-            weights = ExpertWeights(Routing(experts, 2), split_router(router), None, None, up, down, "silu", None, None)
+        every = (*((1, 7) if number % 2 else (2, 17)), *((66,) if in_bytes else ()))
+        for rows, how in zip(every, ("each", "one", "any") if number % 3 else ("any", "each", "one")):
+            x, router = spread(rows, experts, how, hidden)
+            routing = Routing(experts, 1 if how == "each" else 2)
+            weights = ExpertWeights(routing, split_router(router), None, None, up, down, "silu", None, None)
             check_sums(x, weights, 2**-6, coded=rows > 64)
             if in_bytes and rows <= 64:  # whose bytes older GPUs cannot convert
                 check_sums(x, weights, 2**-6, "sm_80")
