@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import sqrt
 from typing import Any, Final
 
 import torch
@@ -95,7 +96,7 @@ class RiggedRouting:
 def _codes(count: int, size: int) -> Tensor:
     """Return random codes, [count, size], which are orthogonal, and whose numbers are of size 1."""
     drawn_EC = torch.randn(size, count, generator=torch.Generator().manual_seed(0))
-    return torch.linalg.qr(drawn_EC).Q.T * size**0.5
+    return torch.linalg.qr(drawn_EC).Q.T * sqrt(size)
 
 
 @contextmanager

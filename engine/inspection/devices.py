@@ -266,12 +266,14 @@ def _head_elements(spec: DecoderSpec) -> int:
 
 
 def _feed_elements(feed: FeedSpec) -> int:
-    """Return the elements that a token has in a feed at once: gate, up and their product, of each of its experts."""
+    """Return the elements that a token has in a feed at once: of each of its experts gate, up and their product."""
     if isinstance(feed, ExpertsFeed):
         shared = 0 if feed.shared is None else feed.shared.size
         dense = feed.dense.size if isinstance(feed, ExpertsBesideDense) else 0
         return 3 * (feed.routing.top_k * feed.size + shared + dense)
-    return 3 * feed.size if isinstance(feed, DenseFeed | PlainFeed) else 0
+    if isinstance(feed, PlainFeed):  # what the activation reads and what it gives
+        return 2 * feed.size
+    return 3 * feed.size if isinstance(feed, DenseFeed) else 0
 
 
 def _facts(

@@ -48,7 +48,7 @@ class _Batch(NamedTuple):
     last_W: Tensor
     """Indices of the last token of each work."""
     last_S: Tensor
-    """Those of works that sample; row and position of each follow."""
+    """Indices of the last tokens of works that sample; row and position of each follow."""
     rows_S: Tensor
     last_positions_S: Tensor
     prompt_P: Tensor
