@@ -96,7 +96,8 @@ class RiggedRouting:
 def _codes(count: int, size: int) -> Tensor:
     """Return random codes, [count, size], which are orthogonal, and whose numbers are of size 1."""
     drawn_EC = torch.randn(size, count, generator=torch.Generator().manual_seed(0))
-    return torch.linalg.qr(drawn_EC).Q.T * sqrt(size)
+    orthogonal_EC: Tensor = torch.linalg.qr(drawn_EC).Q
+    return orthogonal_EC.T * sqrt(size)
 
 
 @contextmanager
