@@ -90,6 +90,7 @@ NATIVE = {
     "phi": Noted("Phi-1, Phi-1.5 and Phi-2", gpu=H200),
     "stablelm": Noted("StableLM and Stable LM 2", gpu=H200),
     "jais2": Noted("Jais 2", gpu=EMULATION),
+    "arcee": Noted("Arcee's foundation models: AFM-4.5B", gpu=EMULATION),
 }
 """Families of the registry, by `model_type`."""
 ALIKE = {
@@ -115,7 +116,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 FALLBACK = {
     "afmoe": "AFMoE: experts, windows",
     "apertus": "Apertus",
-    "arcee": "Arcee",
     "codegen": "CodeGen",
     "flex_olmo": "FlexOlmo: experts",
     "flint": "Flint: experts, windows, sinks",
@@ -136,7 +136,7 @@ FALLBACK = {
     "vaultgemma": "VaultGemma: windows, bounded scores",
 }
 """Models that have been compared by the fallback, by `model_type`; more may run."""
-FALLBACK_ON_GPU = {"arcee": H200, "mimo_v2_flash": EMULATION, "olmo": H200, "vaultgemma": EMULATION}
+FALLBACK_ON_GPU = {"mimo_v2_flash": EMULATION, "olmo": H200, "vaultgemma": EMULATION}
 """Where the tokens of these on a GPU have been compared."""
 REFUSED = {
     "qwen3_next": "Qwen3-Next",

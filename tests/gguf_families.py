@@ -63,6 +63,7 @@ ARCHITECTURES = {
     "granite": "granite",
     "granitemoehybrid": "granite",
     "smollm3": "smollm3",
+    "arcee": "arcee",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "exaone4": "exaone4",
@@ -81,7 +82,7 @@ ARCHITECTURES = {
 }
 """`model_type` to `general.architecture`."""
 GRANITES = ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid")
-LIKE_LLAMA = ("llama", "mistral", "mixtral", *GRANITES, "smollm3")
+LIKE_LLAMA = ("llama", "mistral", "mixtral", *GRANITES, "smollm3", "arcee")
 """Those whose queries and keys the converter puts into pairs side by side."""
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
 OWN_HEAD_SIZE = ("phi3", "glm", *GRANITES)

@@ -8,7 +8,8 @@ from typing import Any
 import transformers
 
 __all__ = [
-    "LAYER_NORMED", "cohere", "cohere2", "falcon", "gpt2", "gpt_neox", "jais2", "opt", "phi", "stablelm", "starcoder2",
+    "LAYER_NORMED", "arcee", "cohere", "cohere2", "falcon", "gpt2", "gpt_neox", "jais2", "opt", "phi", "stablelm",
+    "starcoder2",
 ]  # fmt: skip
 
 WINDOW = 13
@@ -31,6 +32,7 @@ GPT2_SIZES: dict[str, Any] = {
     "n_positions": 128,
     **TOKENS,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
 EVERY_OTHER = ["full_attention", "sliding_attention", "full_attention"]
 
 
@@ -75,6 +77,11 @@ def jais2(**changes: Any) -> Any:
     return transformers.Jais2ForCausalLM(transformers.Jais2Config(**(sizes | changes)))
 
 
+def arcee(**changes: Any) -> Any:
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 24}
+    return transformers.ArceeForCausalLM(transformers.ArceeConfig(**(sizes | changes)))
+
+
 def stablelm(**changes: Any) -> Any:
     sizes = SIZES | {"num_key_value_heads": 2}
     return transformers.StableLmForCausalLM(transformers.StableLmConfig(**(sizes | changes)))
@@ -116,6 +123,8 @@ LAYER_NORMED: dict[str, Callable[[], Any]] = {
     "phi, a key a query": lambda: phi(num_key_value_heads=4, rope_parameters={"partial_rotary_factor": 0.25}),
     "jais 2": lambda: jais2(layer_norm_eps=1e-3),
     "jais 2 without biases": lambda: jais2(attention_bias=False, mlp_bias=False, tie_word_embeddings=True),
+    "arcee, RMS norms, yarn": lambda: arcee(rms_norm_eps=1e-3, rope_parameters=dict(YARN)),
+    "arcee with every bias": lambda: arcee(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "stablelm": lambda: stablelm(layer_norm_eps=1e-3),
     "stablelm with norms of heads": lambda: stablelm(qk_layernorm=True, use_qkv_bias=True),
     "stablelm, parallel": lambda: stablelm(qk_layernorm=True, use_parallel_residual=True, tie_word_embeddings=True),

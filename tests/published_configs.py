@@ -1,7 +1,7 @@
 """config.json files as published, of each family that has native code, and of models whose text part is read.
 
-Every field is kept but for long lists; sizes are those of one model of the family. Granite 4.0 Micro, Qwen3-VL-30B-A3B
-and GLM-4.5V are written from memory, with no copy of the file at hand.
+Every field is kept but for long lists; sizes are those of one model of the family. Granite 4.0 Micro, AFM-4.5B,
+Qwen3-VL-30B-A3B and GLM-4.5V are written from memory, with no copy of the file at hand.
 """
 
 from __future__ import annotations
@@ -441,6 +441,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
     "helium-1-2b": _config("HeliumForCausalLM", "helium", (2048, 8192, 28, 16, 8, 4096, 64000), **_RMS)
     | {"attention_bias": False, "head_dim": 128, "mlp_bias": False, "rms_norm_eps": 1e-08, "pad_token_id": 3},
+    "AFM-4.5B": _config("ArceeForCausalLM", "arcee", (2560, 18432, 36, 20, 4, 65536, 128005), **_RMS, **_NO_BIAS)
+    | {
+        "head_dim": 128, "hidden_act": "relu2", "tie_word_embeddings": False,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn", "type": "yarn",
+        },
+    },
     "Ministral-3-8B": {
         "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16", "image_token_index": 10,
         "model_type": "mistral3", "multimodal_projector_bias": False, "projector_hidden_act": "gelu",

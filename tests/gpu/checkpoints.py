@@ -283,6 +283,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"intermediate_size": 1536, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
     ),
     "jais 2": ("Jais2", {}),
+    "arcee": (
+        "Arcee",
+        {
+            "head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
     "stablelm": (
         "StableLm",
         {
@@ -425,7 +437,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 0.5,
         },
     ),
-    "arcee": ("Arcee", {}),  # without native code, as is the next
+    "hyperclovax": ("HyperCLOVAX", {}),  # without native code, as is the next
     "olmo": ("Olmo", {"clip_qkv": 4.0}),
 }
 CLASSES = {

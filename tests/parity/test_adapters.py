@@ -244,7 +244,8 @@ DENSE = [
     "gemma2, window in the middle layer", "gemma3, window in the middle layer", "gemma", "granite with every bias",
     "granite 4, tied",
     "helium with every bias", "cwm, window in the middle layer", "hunyuan, stretched, biased, tied", "glm4",
-    "phi-4-mini, half of each head, window", *(each for each in dense.FAMILIES if each.startswith(("jais", "cohere2"))),
+    "phi-4-mini, half of each head, window",
+    *(each for each in dense.FAMILIES if each.startswith(("jais", "arcee", "cohere2"))),
 ]  # fmt: skip
 MIXED = [
     "mixtral, windowed", "olmoe, renormalised, biased", "granite", "granite, shared", "qwen2, windowed, renormalised",

@@ -162,6 +162,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite 4": ("granitemoehybrid", {**FACTORS, **GRANITE4, "tie_word_embeddings": True}),
     "granite, every bias": ("granite", {**FACTORS, "attention_bias": True, "mlp_bias": True}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "arcee": ("arcee", {"rope_parameters": YARN, "attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
     "olmo3": (
         "olmo3",
@@ -391,6 +392,9 @@ MISTAKES: list[tuple[str, str, Edit]] = [
     ("granite 4", "keys not in pairs", moved("attn_k.weight", unpaired)),
     ("granite 4", "residuals", changed(residual_scale=None)),
     ("smollm3", "keys not in pairs", moved("attn_k.weight", unpaired)),
+    ("arcee", "keys not in pairs", moved("attn_k.weight", unpaired)),
+    ("arcee", "factor", changed(rope__scaling__factor=2.0)),
+    ("arcee", "bias of ups", moved("ffn_up.bias", np.negative)),
     ("olmo2", "norm of keys", moved("attn_k_norm.weight", np.ones_like)),
     ("olmo2", "norms exchanged", exchanged("post_attention_norm", "post_ffw_norm")),
     ("olmo3", "pattern", changed(attention__sliding_window_pattern=[True] * 5)),

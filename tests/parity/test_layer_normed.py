@@ -20,7 +20,9 @@ from planted_bugs import (
     misread,
     names,
     norms,
+    plain_ropes,
     rms_norms,
+    ropes,
     stored,
     whole,
     zeroed,
@@ -68,6 +70,10 @@ WRONG: list[tuple[str, str, Bug]] = [
     ("gpt-neox", "halves in series", misread(norms(placement="pre"))),
     ("phi", "another part of a head rotated", misread(attention(rotary_dim=4))),
     ("jais 2", "ReLU without its square", misread(feed(activation="relu"))),
+    ("arcee, RMS norms, yarn", "ReLU without its square", misread(feed(activation="relu"))),
+    ("arcee, RMS norms, yarn", "GELU", misread(feed(activation="gelu"))),
+    ("arcee, RMS norms, yarn", "no magnitude", misread(ropes(magnitude=1.0))),
+    ("arcee, RMS norms, yarn", "a rope that is not stretched", misread(plain_ropes)),
     ("stablelm with norms of heads", "heads with each other's norms", misread(exchanged("q_norm_0", "q_norm_1"))),
     ("stablelm, parallel", "all of a head rotated", misread(attention(rotary_dim=None))),
     ("gpt2", "keys for values", stored("c_attn.weight", lambda joined: joined[:, [*range(64), *VALUES, *KEYS]])),
@@ -90,6 +96,7 @@ BIASED = {
     "gpt2": ("positions_PE", "layer_norm_bias_E", "qkv_bias", "o_bias", "up_bias", "down_bias"),
     "falcon, new architecture": ("layer_norm_bias_E", "qkv_bias", "o_bias", "up_bias", "down_bias"),
     "jais 2": ("layer_norm_bias_E", "qkv_bias", "o_bias", "up_bias", "down_bias", "final"),
+    "arcee with every bias": ("qkv_bias", "o_bias", "up_bias", "down_bias"),
     "phi": ("head_bias_V", "layer_norm_bias_E"),
 }
 

@@ -15,7 +15,8 @@ from headrace.engine.model.families.gguf_rope import ROPE_TENSORS, read_gguf_rop
 from headrace.engine.model.families.sizes import check_heads, head_size, within
 from headrace.engine.model.roles import Names
 from headrace.engine.model.rope import Rope
-from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, Norms
+from headrace.engine.model.spec import LIMITS, Attention, DecoderSpec, DenseFeed, LayerSpec, Norms, PlainFeed
+from headrace.ops.stream import PlainActivation
 
 __all__ = ["GGUF_NAMES", "GgufHeader"]
 
@@ -194,8 +195,11 @@ class GgufHeader(Fields):
 
     def dense(self) -> DenseFeed:
         """Return a gated feed, with the biases for which the file has tensors."""
-        size = self.size(self.key("feed_forward_length"), LIMITS["ffn_size"])
-        return DenseFeed(size, bias="blk.0.ffn_down.bias" in self.shapes)
+        return DenseFeed(self._feed_size, bias="blk.0.ffn_down.bias" in self.shapes)
+
+    def ungated(self, activation: PlainActivation) -> PlainFeed:
+        """Return a feed without a gate, with the biases for which the file has tensors; no key names an activation."""
+        return PlainFeed(self._feed_size, "blk.0.ffn_down.bias" in self.shapes, activation)
 
     def norms(self, placement: Literal["pre", "post", "both"] = "pre") -> Norms:
         """Return RMS norms before or behind a layer's parts."""
@@ -253,6 +257,10 @@ class GgufHeader(Fields):
             tied_head="output.weight" not in self.shapes,
             names=self.names if names is None else names,
         )
+
+    @property
+    def _feed_size(self) -> int:
+        return self.size(self.key("feed_forward_length"), LIMITS["ffn_size"])
 
     def _epsilon(self) -> float:
         return self.real(self.key("attention.layer_norm_rms_epsilon"), 0.0, 1.0)

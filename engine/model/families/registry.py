@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace.adapters.untrusted import Fields, read_object, refuse
+from headrace.engine.model.families.arcee import ARCEE
 from headrace.engine.model.families.cohere import COHERE
 from headrace.engine.model.families.cohere2 import COHERE2
 from headrace.engine.model.families.cwm import CWM
@@ -75,7 +76,7 @@ FAMILIES: Final = (
     OLMO2, OLMO3, EXAONE4, SEED_OSS, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
     GRANITE_MOE_HYBRID, ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS, PHI_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
     GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
-    STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM, JAIS2,
+    STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM, JAIS2, ARCEE,
 )  # fmt: skip
 
 QUANTISATION_FILE: Final = "hf_quant_config.json"

@@ -109,13 +109,14 @@ def test_kernels_of_attention_are_built_from_a_config_alone(tmp_path: Path) -> N
     config = build(*FAMILIES["arcee"]).config
     config.architectures = ["ArceeForCausalLM"]
     config.save_pretrained(tmp_path)
-    small = EngineConfig(model=str(tmp_path), device="cuda", kv_memory="64MiB", max_rows=2, max_context=64)
+    options: dict[str, Any] = {"model_impl": "transformers", "kv_memory": "64MiB", "max_rows": 2, "max_context": 64}
+    small = EngineConfig(model=str(tmp_path), device="cuda", **options)
     with emulated() as gpu:
         assert build_kernels(small).formats == ("dense",)
         assert gpu.launches["prefill: FlashInfer"]
 
 
 def test_adapters_are_refused_by_name(tmp_path: Path) -> None:
-    save(build(*FAMILIES["arcee"]), tmp_path)
-    with emulated(), pytest.raises(InvalidParams, match="adapter_slots: .*ArceeForCausalLM has no native code"):
+    save(build(*FAMILIES["vaultgemma"]), tmp_path)
+    with emulated(), pytest.raises(InvalidParams, match="adapter_slots: .*VaultGemmaForCausalLM has no native code"):
         anyio.run(lambda: answers(tmp_path, adapter_slots=1, model_impl="auto"))

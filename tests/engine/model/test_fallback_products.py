@@ -121,7 +121,7 @@ def test_a_product_or_norm_that_a_module_needs_itself_stays_alone(
 
     monkeypatch.setattr(FallbackModel, "open", opened)
     with caplog.at_level(logging.INFO, "headrace.engine"):
-        found = anyio.run(generated, tmp_path, [5, 6, 7])
+        found = anyio.run(lambda: generated(tmp_path, [5, 6, 7], model_impl="transformers"))
     assert found == greedily(model, [5, 6, 7], found)
     assert f"not found to work in place of these, which are left to torch: {odd}\n" in caplog.text
     assert kept == {odd}

@@ -48,6 +48,7 @@ LAYER_NORMED = [
     "gpt neox",
     "phi",
     "jais 2",
+    "arcee",
     "stablelm",
 ]
 OTHERS = [
@@ -85,6 +86,7 @@ def test_tokens_alone_and_together(zoo: Zoo, family: str) -> None:
         "falcon 40b",
         "gpt neox",
         "phi",
+        "arcee",
         "stablelm",
         "qwen3 experts",
         "gpt-oss",
@@ -133,6 +135,7 @@ def test_keys_and_values_of_a_prefix_are_kept_as_they_are(zoo: Zoo, family: str,
         ("gpt2", {"product"}),
         ("stablelm", {"product"}),
         ("olmo3", {"product"}),
+        ("arcee", {_WORDS[each] for each in ("plain", "residual", "norm plain", "factors plain", "heads")}),
         ("gemma3", {"product", "norm, product"}),
         ("hunyuan", {"product", *(_WORDS[each] for each in ("residual", "norm gated", "factors gated", "gated"))}),
         ("smollm3", set(_WORDS.values()) - {_WORDS["logits"]}),

@@ -187,7 +187,7 @@ def test_a_rope_of_layers_that_a_model_lacks_does_not_matter() -> None:
 
 @pytest.mark.parametrize("asked", ["auto", "transformers"])
 def test_the_field_is_named_whoever_asks_for_the_module(asked: Any) -> None:
-    config = described("arcee", rope_parameters=LINEAR | {"factor": -2.0})
+    config = described("apertus", rope_parameters=LINEAR | {"factor": -2.0})
     with pytest.raises(ModelRejected, match="rope_parameters: factor is -2.0; supported: a number from 1 to") as caught:
         fallback_for(EngineConfig(model="m", model_impl=asked), config, "random")
     assert (caught.value.field, caught.value.value) == ("factor", -2.0)

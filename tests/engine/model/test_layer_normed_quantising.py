@@ -1,4 +1,4 @@
-"""Quantised copies of models with layer norms: joined heads, matrices stored [in, out], learned positions."""
+"""Quantised copies of models with layer norms or feeds without a gate: joined heads, learned positions."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"ffn_hidden_size": 320, "new_decoder_architecture": True, "num_kv_heads": 1},
     ),
     "phi": ("PhiConfig", "PhiForCausalLM", {}),
+    "arcee": ("ArceeConfig", "ArceeForCausalLM", {}),
 }
 
 
@@ -86,7 +87,7 @@ def test_matrices_stored_the_other_way_round_stay_dense_in_a_copy_but_not_in_an_
     assert (weight.dense(torch.float32) - dense_OI).abs().max() < 0.1 * dense_OI.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["opt", "starcoder2"])
+@pytest.mark.parametrize("kind", ["opt", "starcoder2", "arcee"])
 def test_data_make_a_copy_better(kind: str, tmp_path: Path) -> None:
     """Inputs without positions or biases would be those of another model."""
     folder, ids_ST = dense(kind, tmp_path / "model"), sequences(16, 64)

@@ -75,6 +75,7 @@ EVERY = FAMILIES | {
     "PhiForCausalLM": transformers.PhiConfig,
     "StableLmForCausalLM": transformers.StableLmConfig,
     "Jais2ForCausalLM": transformers.Jais2Config,
+    "ArceeForCausalLM": transformers.ArceeConfig,
 }
 TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}

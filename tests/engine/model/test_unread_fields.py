@@ -195,7 +195,7 @@ def test_the_fallback_takes_older_names_of_fields() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_field_that_is_unknown_is_named_whoever_computes_the_model() -> None:
-    config = fallback_models.described("arcee", scale_emb=12)
+    config = fallback_models.described("apertus", scale_emb=12)
     with pytest.raises(ModelRejected, match="scale_emb is 12") as caught:
         fallback_for(EngineConfig(model="m"), config, "random")
     assert caught.value.field == "scale_emb"
