@@ -96,17 +96,21 @@ UPDATED: dict[str, str] = {
     "deepseek v2": rf"{LATENT}|mlp\.(gate|up|down)_proj|shared_experts\.(gate|up|down)_proj",
     "deepseek v3": rf"{LATENT}|mlp\.(gate|up|down)_proj|shared_experts\.(gate|up|down)_proj",
     "gemma4 experts": rf"{ATTENTION}|layers\.\d\.mlp\.(gate|up|down)_proj",
+    "arcee": rf"{ATTENTION}|mlp\.(up|down)_proj",
 }
-"""Models with experts, and the ends of the names of all modules that take updates."""
+"""Models with experts or without gates, and the ends of the names of all modules that take updates."""
+
+ASKED = ((45, 4), (3, 9), (70, 6), (9, 9), (8, 9), (40, 9), (33, 9), (6, 9))
+"""Lengths of prompts and of completions, as many as there are rows."""
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", UPDATED)
 def test_every_module_but_experts(device: str, zoo: Zoo, family: str, tmp_path: Path) -> None:
-    check_modules(zoo.folder(family), device, device, tmp_path, family)
+    check_modules(zoo.folder(family), device, device, tmp_path, family, rows=8 if family == "arcee" else 3)
 
 
-def check_modules(base: Path, device: str, judging: str, root: Path, family: str) -> None:
+def check_modules(base: Path, device: str, judging: str, root: Path, family: str, rows: int = 3) -> None:
     """Rows that share an adapter, ever fewer of them, and at last one alone."""
     made = make(base, root, family, {"r": 8, "target_modules": rf".*({UPDATED[family]})"})
     outputs: list[Output] = []
@@ -121,7 +125,7 @@ def check_modules(base: Path, device: str, judging: str, root: Path, family: str
             await engine.adapters.load("one", made.folder)
             with anyio.fail_after(120):
                 async with anyio.create_task_group() as group:
-                    for length, tokens in ((45, 4), (3, 9), (70, 6)):
+                    for length, tokens in ASKED[:rows]:
                         group.start_soon(ask, engine, length, tokens)
             await at_rest(engine)
 

@@ -298,14 +298,15 @@ def _has_updates_inside(shape: ModelShape, ops: CudaOps) -> bool:
 def _products_of(shape: ModelShape, layer: int) -> list[tuple[int, int, Fusion]]:
     """Return (outputs, inputs, fusion) of each product of a layer that may have updates."""
     hidden, heads = shape.hidden_size, shape.size("o", layer)[0]
-    gate_up: tuple[Fusion, ...] = ("plain",) if shape.is_shared(layer) else ("gated", "factors gated")
+    gates, ffn = (shape.size(module, layer)[1] for module in ("gate", "up"))
+    gate_up: tuple[Fusion, ...] = ("gated", "factors gated") if gates and not shape.is_shared(layer) else ("plain",)
     down: tuple[Fusion, ...] = ("plain",) if shape.is_shared(layer) else ("plain", "residual")
     products: list[tuple[int, int, tuple[Fusion, ...]]] = [
         (sum(shape.size(module, layer)[1] for module in SITES["qkv"]), hidden, ("heads",)),
         (hidden, heads, ("plain", "residual")),
     ]
-    if ffn := shape.size("up", layer)[1]:
-        products += [(2 * ffn, hidden, gate_up), (hidden, ffn, down)]
+    if ffn:
+        products += [(gates + ffn, hidden, gate_up), (hidden, ffn, down)]
     return [(size_out, size_in, fusion) for size_out, size_in, fusions in products for fusion in fusions]
 
 

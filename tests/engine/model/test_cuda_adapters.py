@@ -52,6 +52,19 @@ def test_every_module_but_experts(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_updates_are_inside_the_products_of_a_feed_without_a_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind RMS norms and without biases; by kernels that take its products, but none of a gate beside them."""
+    base = Zoo(tmp_path, "cuda").folder("arcee")
+    with emulated() as gpu:
+        arch = importlib.import_module("headrace.ops.cuda.arch").Arch
+        monkeypatch.setattr(arch, "tuning", replace(arch.named("sm_90").tuning, even_weights=256 * 512))
+        check_modules(base, "cuda", "cpu", tmp_path, "arcee", rows=8)
+        assert gpu.launches["product: even, updated"] and gpu.launches["product: even heads, updated"]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_each_input_of_embed_wears_its_own(tmp_path: Path) -> None:
     base = Zoo(tmp_path, "cuda").folder(BASE)
     worn = make(base, tmp_path, "q and v").folder
