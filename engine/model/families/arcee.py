@@ -19,7 +19,7 @@ __all__ = ["ARCEE"]
 def _from_config(config: HfConfig) -> DecoderSpec:
     biased = config.flag("attention_bias", False)
     attention = replace(config.attention(), qkv_bias=biased, o_bias=biased)
-    feed = plain_feed(config, "relu2", bias=config.flag("mlp_bias", False))
+    feed = plain_feed(config, "relu2", bias=config.flag("mlp_bias", False), size=18432)
     config.windows()  # has none, and refuses layer_types that say otherwise
     layer = LayerSpec(attention, feed, config.norms(1e-5))
     return config.decoder([layer] * config.num_layers, [config.rope(attention)])

@@ -18,7 +18,7 @@ __all__ = ["JAIS2"]
 def _from_config(config: HfConfig) -> DecoderSpec:
     biased = config.flag("attention_bias", True)
     attention = replace(config.attention(), qkv_bias=biased, o_bias=biased)
-    feed = plain_feed(config, "relu2", bias=config.flag("mlp_bias", True))
+    feed = plain_feed(config, "relu2", bias=config.flag("mlp_bias", True), size=26624)
     config.windows()  # has none, and refuses layer_types that say otherwise
     layer = LayerSpec(attention, feed, layer_norms(config))
     return config.decoder([layer] * config.num_layers, [config.rope(attention)])

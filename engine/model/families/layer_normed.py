@@ -42,17 +42,18 @@ def multi_head(config: HfConfig) -> Attention:
     return replace(config, data=config.data.changed({"num_key_value_heads": None})).attention()
 
 
-def plain_feed(config: HfConfig, activation: str, *, bias: bool = True) -> PlainFeed:
-    """Return a feed without a gate, four times as wide as the stream where the config gives no width.
+def plain_feed(config: HfConfig, activation: str, *, bias: bool = True, size: int | None = None) -> PlainFeed:
+    """Return a feed without a gate.
 
     Args:
         config: The config; `hidden_act` names the activation.
         activation: Name of the activation where the config gives none.
         bias: Whether both products have biases.
+        size: Width where the config gives none; None for four times that of the stream.
     """
     name = config.data.get("hidden_act")
     known = _ACTIVATIONS.get(activation if name is None else name) if isinstance(name, (str, type(None))) else None
     if known is None:
         config.refuse("hidden_act", ", ".join(map(str, _ACTIVATIONS)))
-    size = config.size("intermediate_size", LIMITS["ffn_size"], 4 * config.hidden_size)
-    return PlainFeed(size, bias, known)
+    default = 4 * config.hidden_size if size is None else size
+    return PlainFeed(config.size("intermediate_size", LIMITS["ffn_size"], default), bias, known)

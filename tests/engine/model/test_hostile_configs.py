@@ -1,4 +1,7 @@
-"""A value that no model can have is refused under its field's name, in every family's config, or it says nothing."""
+"""A value that no model can have is refused under its field's name, in every family's config, or it says nothing.
+
+A field that is left out has the value that transformers gives it.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,21 @@ def test_a_value_is_refused_by_name_or_changes_nothing(model_type: str) -> None:
             else:
                 assert found == expected, f"{field} may be {planted!r}"
     assert refused > 30
+
+
+@pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES])
+def test_a_field_left_out_has_the_value_that_transformers_gives_it(model_type: str) -> None:
+    """Or it is refused, since a published config may leave out what is the default there."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    config = described(model_type)
+    expected = from_hf(config)
+    for field in config:
+        try:
+            found = from_hf({name: value for name, value in config.items() if name != field})
+        except ModelRejected:
+            continue
+        assert found == expected, f"without {field} it is not {config[field]!r}"
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: str(rope["rope_type"]))
