@@ -224,8 +224,9 @@ def saved(model: Any, folder: Path) -> Path:
 
 
 async def generated(folder: Path, prompt: list[int], **options: Any) -> list[int]:
-    """The tokens that an engine generates greedily."""
+    """The tokens that an engine generates greedily by transformers' module."""
     async with Engine(folder, **(SMALL | options)) as engine:
+        assert engine.info.model_impl == "transformers", 'native code: take another model, or ask for "transformers"'
         return (await engine.generate(prompt, GREEDY)).choices[0].token_ids
 
 
