@@ -69,6 +69,7 @@ NATIVE = {
     "granitemoeshared": Noted("Granite's models with experts and a shared one", "granite", EMULATION),
     "granitemoehybrid": Noted("Granite 4: Micro, 1B and 350M; not hybrids, which keep states", "hermes", EMULATION),
     "glm4_moe": Noted("GLM-4.5 and 4.6, and their Air models", "glm45", EMULATION),
+    "solar_open": Noted("Solar Open 100B", gpu=EMULATION),
     "deepseek_v2": Noted("DeepSeek-V2, V2-Lite and Coder-V2", gpu=H200),
     "deepseek_v3": Noted("DeepSeek-V3, V3.1 and R1, also in FP8", "deepseek_v3 deepseek_v31", H200),
     "glm4_moe_lite": Noted("GLM-4.7-Flash", "glm45", H200),

@@ -1,7 +1,7 @@
 """config.json files as published, of each family that has native code, and of models whose text part is read.
 
 Every field is kept but for long lists; sizes are those of one model of the family. Granite 4.0 Micro, AFM-4.5B,
-Qwen3-VL-30B-A3B and GLM-4.5V are written from memory, with no copy of the file at hand.
+Solar-Open-100B, Qwen3-VL-30B-A3B and GLM-4.5V are written from memory, with no copy of the file at hand.
 """
 
 from __future__ import annotations
@@ -258,6 +258,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
         "num_experts_per_tok": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
         "routed_scaling_factor": 1.0, "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False,
+    },
+    "Solar-Open-100B": _config("SolarOpenForCausalLM", "solar_open", (4096, 10240, 48, 64, 8, 131072, 196608), **_RMS)
+    | {
+        "attention_bias": False, "first_k_dense_replace": 0, "head_dim": 128, "moe_intermediate_size": 1280,
+        "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_experts_per_tok": 8, "partial_rotary_factor": 1.0, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+        "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 65536, "type": "yarn"},
+        "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False,
     },
     "OLMo-2-1124-7B": _config("Olmo2ForCausalLM", "olmo2", (4096, 11008, 32, 32, 32, 4096, 100352), **_RMS)
     | {"attention_bias": False, "rope_theta": 500000, "tie_word_embeddings": False, "pad_token_id": 100277},

@@ -437,6 +437,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 0.5,
         },
     ),
+    "solar experts": (
+        "SolarOpen",
+        {
+            "head_dim": 64,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "routed_scaling_factor": 0.5,
+        },
+    ),
     "hyperclovax": ("HyperCLOVAX", {}),  # without native code, as is the next
     "olmo": ("Olmo", {"clip_qkv": 4.0}),
 }

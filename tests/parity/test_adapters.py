@@ -250,7 +250,7 @@ DENSE = [
 MIXED = [
     "mixtral, windowed", "olmoe, renormalised, biased", "granite", "granite, shared", "qwen2, windowed, renormalised",
     "phi, windowed, every bias, longrope", "ernie, corrected, shared, a dense layer",
-    "glm, groups, scaled, dense first layers", "gpt-oss, windowed",
+    "glm, groups, scaled, dense first layers", "solar, groups, scaled, biased", "gpt-oss, windowed",
 ]  # fmt: skip
 
 

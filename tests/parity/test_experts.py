@@ -121,6 +121,15 @@ FAMILIES: dict[str, Made] = {
     "glm, not renormalised, no dense feed": made(
         "Glm4Moe", **TOP, **SMALL, n_routed_experts=8, first_k_dense_replace=0, norm_topk_prob=False
     ),
+    "solar, groups, scaled, biased": made(
+        "SolarOpen", **TOP, **SMALL, n_routed_experts=8, n_group=4, topk_group=2, routed_scaling_factor=1.8,
+        attention_bias=True, n_shared_experts=2, head_dim=24,
+    ),
+    "solar, not renormalised, yarn": made(
+        "SolarOpen", **TOP, **SMALL, n_routed_experts=8, norm_topk_prob=False, head_dim=16,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+                         "original_max_position_embeddings": 32},
+    ),
     "gpt-oss, windowed": made(
         "GptOss", **TOP, num_local_experts=8, head_dim=16, sliding_window=WINDOW,
         rope_parameters={
@@ -194,6 +203,11 @@ BUGS: dict[str, tuple[str, Callable[[ExpertsFeed], ExpertsFeed]]] = {
     "no groups": ("glm, groups, scaled, dense first layers", rerouted(groups=1, top_groups=1)),
     "groups by their best alone": ("glm, groups, scaled, dense first layers", rerouted(group_score="max")),
     "softmax for sigmoid": ("glm, groups, scaled, dense first layers", rerouted(score="softmax")),
+    "no scale in solar": ("solar, groups, scaled, biased", rerouted(scale=1.0)),
+    "no groups in solar": ("solar, groups, scaled, biased", rerouted(groups=1, top_groups=1)),
+    "renormalised in solar": ("solar, not renormalised, yarn", rerouted(renormalise=True)),
+    "no correction in solar": ("solar, groups, scaled, biased", lambda feed: replace(feed, correction_dims=0)),
+    "no shared expert in solar": ("solar, groups, scaled, biased", lambda feed: replace(feed, shared=None)),
     "no biases of experts": ("gpt-oss, windowed", lambda feed: replace(feed, biased=False)),
     "silu for the clamped gate": ("gpt-oss, windowed", lambda feed: replace(feed, activation="silu")),
     "softmax of all before the choice": ("gpt-oss, windowed", rerouted(score="softmax")),
@@ -220,6 +234,7 @@ def test_a_planted_bug_changes_logits(bug: str, native: bool, tmp_path: Path) ->
 
 GRANITES = ("granite", "granite, shared", "granite 4")
 GPT_OSS, GLM = "gpt-oss, windowed", "glm, groups, scaled, dense first layers"
+SOLAR = "solar, groups, scaled, biased"
 ERNIE, PHI = "ernie, corrected, shared, a dense layer", "phi, windowed, every bias, longrope"
 QWEN3 = "qwen3, renormalised, biased, a dense layer"
 NORMED_HEADS = (QWEN3, GLM)
@@ -244,6 +259,8 @@ WRONG: list[tuple[str, str, Bug]] = [
     *((family, "results not scaled", misread(whole(embedding_scale=6.0))) for family in GRANITES),
     *((family, "logits not scaled", misread(whole(logits_scale=1.0))) for family in GRANITES),
     *((family, "scores over the root of the size of a head", misread(attention(scale=None))) for family in GRANITES),
+    (SOLAR, "no biases of queries, keys and values", zeroed("qkv_bias")),
+    ("solar, not renormalised, yarn", "a rope that is not stretched", misread(plain_ropes)),
     (GLM, "all of each head rotated", misread(attention(rotary_dim=None))),
     (ERNIE, "pairs half a head apart", misread(attention(interleaved=False))),
     (PHI, "no magnitude", misread(without_magnitudes)),

@@ -33,6 +33,7 @@ from headrace.engine.model.families.experts.olmoe import OLMOE
 from headrace.engine.model.families.experts.phimoe import PHI_MOE
 from headrace.engine.model.families.experts.qwen2_moe import QWEN2_MOE
 from headrace.engine.model.families.experts.qwen3_moe import QWEN3_MOE
+from headrace.engine.model.families.experts.solar_open import SOLAR_OPEN
 from headrace.engine.model.families.falcon import FALCON
 from headrace.engine.model.families.family import Family
 from headrace.engine.model.families.gemma import GEMMA
@@ -75,7 +76,7 @@ FAMILIES: Final = (
     LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, PHI3, GRANITE, SMOLLM3,
     OLMO2, OLMO3, EXAONE4, SEED_OSS, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
     GRANITE_MOE_HYBRID, ERNIE_4_5_MOE, GLM4_MOE, GPT_OSS, PHI_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE,
-    GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
+    SOLAR_OPEN, GLM, GLM4, ERNIE4_5, HELIUM, HUNYUAN, GEMMA, CWM,
     STARCODER2, GPT2, OPT, FALCON, COHERE, COHERE2, GPT_NEOX, PHI, STABLELM, JAIS2, ARCEE,
 )  # fmt: skip
 

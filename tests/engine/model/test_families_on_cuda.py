@@ -25,6 +25,7 @@ from headrace.ops.cuda.arch import Arch
 EXPERTS = (
     "qwen3 experts", "qwen2 experts", "mixtral", "phi experts", "gpt-oss", "olmoe experts",
     "granite experts", "granite shared experts", "ernie experts", "glm 4.5 experts",
+    "solar experts",
 )  # fmt: skip
 LATENT = ("deepseek v2", "deepseek v3", "glm 4.7 flash")
 REORDERED = ("phi-4-mini", "glm", "glm4", "ernie 4.5")

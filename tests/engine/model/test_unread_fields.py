@@ -103,6 +103,9 @@ def test_names_that_resemble_those_of_harmless_fields_are_refused(field: str) ->
         ("falcon-7b", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
         ("opt-1.3b", {"learned_embeddings": "sinusoidal"}, "learned_embeddings"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("AFM-4.5B", {"hidden_act": "silu"}, "hidden_act"),
+        ("Solar-Open-100B", {"first_k_dense_replace": 1}, "first_k_dense_replace"),
+        ("Solar-Open-100B", {"use_qk_norm": True}, "use_qk_norm"),
     ],
 )
 def test_fields_of_published_configs_have_the_value_that_is_computed(
