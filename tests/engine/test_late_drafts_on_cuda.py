@@ -186,7 +186,7 @@ def run(
         return anyio.run(within), noted
 
 
-@pytest.mark.rotated(6)
+@pytest.mark.rotated(12)
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE-3", "draft model"])
 @pytest.mark.parametrize("way", TASKS)
 def test_drafts_are_those_of_an_engine_that_reads_at_once(

@@ -63,6 +63,7 @@ def told(answers: list[Completion]) -> list[Any]:
     return [[(choice.token_ids, choice.finish_reason) for choice in answer.choices] for answer in answers]
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize(("name", "method"), [("EAGLE-3", "int4"), ("Medusa", "int8")])
 def test_quantised_heads_change_no_token_and_are_kept_in_codes(
     name: str, method: Method, gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

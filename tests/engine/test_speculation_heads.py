@@ -136,6 +136,7 @@ def test_an_engine_drafts_what_the_definition_says(
 
 
 @native
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("without", [0, 6], ids=["always deep", "seldom deep"])
 @pytest.mark.parametrize("name", [*HEADS, "MTP"])
 def test_turns_and_forks_carry_what_a_head_has_read(

@@ -51,6 +51,7 @@ def written() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "docs/models_table.py"))
 
 
+@pytest.mark.xdist_group("table of models")  # what is refused takes seconds to find out
 def test_the_table_of_models_is_what_the_script_writes(written: dict[str, Any]) -> None:
     page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     assert written["written"]() == page, "run `python docs/models_table.py`, which writes the table of models.md"
@@ -68,6 +69,7 @@ def test_the_table_of_models_has_all_that_are_known(written: dict[str, Any]) -> 
     assert formats <= set(format_names())
 
 
+@pytest.mark.xdist_group("table of models")
 def test_the_table_of_models_names_the_tests_that_compare_them(written: dict[str, Any]) -> None:
     shared = (ROOT / "tests/layer_normed_models.py").read_text()
     for name, _, runs, _, _, _, tests, _ in [*written["native"](), *written["others"]()]:
