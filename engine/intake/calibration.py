@@ -1,4 +1,7 @@
-"""Texts to calibrate a quantised model with: reads them from a file, and makes sequences of one length of their ids."""
+"""Texts to calibrate a quantised model with: reads them from a file, and makes sequences of one length of their ids.
+
+`first_token` is where a model begins that writes them itself, by many/own_texts.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any, Final, NoReturn
 from headrace.engine.errors import InvalidParams
 from headrace.engine.tokens.interface import TokenizerLike
 
-__all__ = ["calibration_ids"]
+__all__ = ["calibration_ids", "first_token"]
 
 _PIECE: Final = 1 << 16
 """Characters of plain text, about, that are tokenised at once."""
@@ -48,6 +51,26 @@ def calibration_ids(path: Path, tokenizer: TokenizerLike, *, sequences: int, tok
     tokens = min(tokens, len(ids))
     count = min(len(ids) // tokens, sequences)
     return [ids[first : first + tokens] for first in range(0, count * tokens, tokens)]
+
+
+def first_token(tokenizer: TokenizerLike, bos: object) -> int:
+    """Return the id with which a text begins, for a model that is to write one.
+
+    It is the first of those that the tokenizer puts around every text; without any, the model's own; without one, an id
+    that ends a sequence, since such ids stand between texts.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        bos: `bos_token_id` of the model's config.json; None where there is none.
+
+    Raises:
+        InvalidParams: The model has none of them.
+    """
+    fitting = [*tokenizer.encode(""), *([bos] if isinstance(bos, int) else []), *tokenizer.eos_ids]
+    if not fitting:
+        told = "is not possible for this model, which has no token that begins or ends a text"
+        raise InvalidParams(f"self_data: {told}", field="self_data", value=True, limit="a model with such a token")
+    return fitting[0]
 
 
 def _pieces(path: Path, tokenizer: TokenizerLike) -> Iterator[list[int]]:

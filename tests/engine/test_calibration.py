@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+import tokenizer_files
 
 from headrace.engine import InvalidParams
-from headrace.engine.intake.calibration import calibration_ids
+from headrace.engine.intake.calibration import calibration_ids, first_token
 from headrace.engine.tokens.tokenizer import Tokenizer
 
 
@@ -68,3 +69,21 @@ def test_a_file_that_holds_no_texts_is_refused(
     with pytest.raises(InvalidParams, match=message) as refused:
         calibration_ids(tmp_path / name, tokenizer, sequences=4, tokens=8)
     assert refused.value.field == "data" and str(tmp_path / name) in str(refused.value)
+
+
+def test_a_text_of_the_models_own_begins_as_its_tokenizer_begins_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert tokenizer.encode("") == [] and tokenizer.eos_ids == (256,)
+    assert [first_token(tokenizer, bos) for bos in (7, 0, None)] == [7, 0, 256]
+    letter, text = {"SpecialToken": {"id": "!", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    known = {"!": {"id": "!", "ids": [0], "tokens": ["!"]}}
+    framing = {"type": "TemplateProcessing", "single": [letter, text], "pair": [letter, text], "special_tokens": known}
+    (tmp_path / "framing").mkdir()
+    framed = Tokenizer.from_folder(tokenizer_files.folder(tmp_path / "framing", post_processor=framing))
+    assert framed.encode("a") == [0, 64] and first_token(framed, 7) == 0
+
+
+def test_a_model_whose_texts_neither_begin_nor_end_writes_none(tmp_path: Path) -> None:
+    bare = Tokenizer.from_folder(tokenizer_files.folder(tmp_path))
+    with pytest.raises(InvalidParams, match=r"^self_data: .* no token that begins or ends a text") as refused:
+        first_token(bare, None)
+    assert refused.value.field == "self_data"

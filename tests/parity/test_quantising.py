@@ -28,17 +28,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fp8": ("fp8", {}, {}),
     "int8": ("int8", {}, {}),
     "int8 with a head": ("int8", {"head": True}, {}),
-    "int8 with data": ("int8", {"ids_ST": sequences()}, {}),
+    "int8 with data": ("int8", {"data": sequences()}, {}),
     "int4": ("int4", {}, {}),
     "int4 of experts": ("int4", {}, EXPERTS),
     "fp8 of experts": ("fp8", {}, EXPERTS),
     "int4 where inputs differ": ("int4", {}, SQUARE),
     "int4 beside dense layers": ("int4", {}, {"intermediate_size": 176}),
     "int4 with a head": ("int4", {"head": True, "group": 32}, {}),
-    "int4 with data": ("int4", {"ids_ST": sequences()}, SQUARE),
+    "int4 with data": ("int4", {"data": sequences()}, SQUARE),
     "symmetric int4": ("int4", {"symmetric": True}, SQUARE),
     "symmetric int4 beside dense layers": ("int4", {"symmetric": True}, {"intermediate_size": 176}),
-    "symmetric int4 with data": ("int4", {"symmetric": True, "ids_ST": sequences()}, {}),
+    "symmetric int4 with data": ("int4", {"symmetric": True, "data": sequences()}, {}),
 }
 
 

@@ -9,9 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import anyio
 import pytest
+import torch
 from quantising import contents, copied, dense_folder
 
+from headrace.engine import Engine
+from headrace.engine.many.own_texts import own_texts
 from headrace.server.cli import main
 
 
@@ -75,6 +79,35 @@ def test_data_changes_the_weights(
     assert run(monkeypatch, model, tmp_path / "b", "--format", "int8") == 0
     names = {name for name, data in contents(tmp_path / "a").items() if contents(tmp_path / "b")[name] != data}
     assert names == {"model.safetensors", "headrace_quantize.json"}
+
+
+def test_the_model_writes_the_texts_to_calibrate_with(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--format", "int4", "--self-data", "--sequences", "11", "--sequence-tokens", "40"]
+    assert run(monkeypatch, model, tmp_path / "out", *asked) == 0
+    shares = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("writing texts")]
+    assert shares == [f"{share}" for share in range(10, 101, 10)]
+
+    async def texts() -> list[list[int]]:
+        async with Engine(model, device="cpu", kv_memory="8MiB", generation_defaults="none") as engine:
+            return await own_texts(engine, first=1, sequences=11, tokens=40, wrote=lambda done: None)
+
+    copied(model, tmp_path / "by hand", "int4", data=torch.tensor(anyio.run(texts)))
+    names = {name for name, data in contents(tmp_path / "out").items() if contents(tmp_path / "by hand")[name] != data}
+    assert names == {"headrace_quantize.json"}
+    assert run(monkeypatch, model, tmp_path / "out", *asked) == 0
+    assert "is complete" in capsys.readouterr().out
+    assert run(monkeypatch, model, tmp_path / "out", *asked[:-1], "41") == 1
+    assert "made with data '11 x 40 of its own' and not '11 x 41 of its own'" in capsys.readouterr().err
+
+
+def test_data_and_data_of_the_models_own_are_not_given_together(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, model, tmp_path / "out", "--format", "int4", "--self-data", "--data", texts) == 2
+    assert "--self-data stands in place of --data" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

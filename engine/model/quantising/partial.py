@@ -1,7 +1,8 @@
 """`Partial`: the folder beside OUT in which a copy grows until it is whole, and its journal; knows no tensor.
 
 The journal has one line with the arguments, then one for each tensor or module that is on the disk. A run with the same
-arguments goes on behind its last whole line. OUT gets its name last, so that nobody finds it half written.
+arguments goes on behind its last whole line. Texts that the model has written to be calibrated with are kept beside it.
+OUT gets its name last, so that nobody finds it half written.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +21,7 @@ from headrace.engine.model.quantising.arguments import difference, refusal
 __all__ = ["Partial", "drop_leftover"]
 
 _JOURNAL = "journal.jsonl"
+_TEXTS = "texts.json"
 _FOLDER = "folder"
 _SUFFIX = ".partial"
 
@@ -98,6 +100,21 @@ class Partial:
         self.done.add(name)
         self._append(json.dumps(name))
 
+    def kept(self, write: Callable[[], list[list[int]]]) -> list[list[int]]:
+        """Return the texts that an earlier run has kept; if none has, keep those that `write` returns.
+
+        Raises:
+            OSError: The file cannot be written or read.
+        """
+        path = self._path / _TEXTS
+        if not path.exists():
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps(write()))
+            _synced(new)
+            new.rename(path)
+        texts: list[list[int]] = json.loads(path.read_text())
+        return texts
+
     def _append(self, line: str) -> None:
         os.write(self._file, (line + "\n").encode())
         os.fdatasync(self._file)
@@ -129,6 +146,7 @@ def drop_leftover(out: Path) -> None:
     if (path / _FOLDER).exists():
         return
     with suppress(OSError):
+        (path / _TEXTS).unlink(missing_ok=True)
         (path / _JOURNAL).unlink(missing_ok=True)
         path.rmdir()
 

@@ -30,6 +30,7 @@ from headrace.engine.model.quantising.calibrated import Calibration
 from headrace.engine.model.quantising.compressed import TensorSpec, encoded, quantization_config, tensor_specs
 from headrace.engine.model.quantising.files import copy_others, digests, read_plain_config, write_config
 from headrace.engine.model.quantising.finished import Record
+from headrace.engine.model.quantising.own_texts import OwnTexts
 from headrace.engine.model.quantising.partial import Partial, drop_leftover
 from headrace.engine.model.quantising.read_back import WrittenModules
 from headrace.engine.model.quantising.selected import Module, Selection, select
@@ -84,7 +85,7 @@ def quantise_folder(
     head: bool = False,
     symmetric: bool | None = None,
     group: int | None = None,
-    ids_ST: Tensor | None = None,
+    data: Tensor | OwnTexts | None = None,
     device: torch.device | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
@@ -99,7 +100,7 @@ def quantise_folder(
         head: Whether to quantise the output head as well.
         symmetric: Whether groups of 4-bit integers have no zero points; None for those of models with experts alone.
         group: Inputs of a group of 4-bit integers, one of `GROUPS`; None for the largest that divides all matrices'.
-        ids_ST: Sequences of token ids, int64, to calibrate with; None to quantise by the weights alone.
+        data: Token ids to calibrate with, int64 [S, T], or the model's own texts; None for the weights alone.
         device: The device that quantises; None for the CPU.
         shard_bytes: Most bytes of tensors in a file.
 
@@ -115,11 +116,11 @@ def quantise_folder(
         with SafetensorsFolder(model) as files:
             inventory = Inventory(files, spec)
             inventory.check_numbers()
-            selection = _selected(spec, inventory, method, head, symmetric, group, ids_ST)
+            selection = _selected(spec, inventory, method, head, symmetric, group, data)
             for line in selection.notes():
                 watcher.note(line)
             tensors = _tensors(files, selection)
-            arguments = _arguments(model, selection, head, ids_ST, shard_bytes, device)
+            arguments = _arguments(model, selection, head, data, shard_bytes, device)
             copy = _Copy(files, inventory, spec, selection, watcher, device or torch.device("cpu"))
             report = Report(out, copy.total, sum(map(nbytes, tensors.values())), len(selection.modules), copy.dense())
             if _is_made(out, arguments, watcher):
@@ -130,7 +131,7 @@ def quantise_folder(
                 with Shards(written.folder, shards) as opened:
                     write_config(written.folder, config, quantization_config(selection))
                     _write_index(written.folder, index(shards, tensors))
-                    copy.write(written, opened, ids_ST)
+                    copy.write(written, opened, data)
                 _finish(written, model, arguments)
             return report
     except OSError as error:
@@ -189,7 +190,7 @@ class _Copy:
         """Bytes of the model's tensors."""
         self._done = 0
 
-    def write(self, written: Partial, shards: Shards, ids_ST: Tensor | None) -> None:
+    def write(self, written: Partial, shards: Shards, data: Tensor | OwnTexts | None) -> None:
         """Write all tensors that an earlier run has not written."""
         modules = self._selection.by_weight
         for name in sorted(self._files.shapes, key=_natural):
@@ -197,18 +198,19 @@ class _Copy:
             if module is None and name not in written.done:
                 shards.write_blocks(name, (block for _, block in self._files.raw_blocks(name, _BLOCK_ELEMENTS)))
                 written.mark(name)
-            elif module is not None and ids_ST is None and module.name not in written.done:
+            elif module is not None and data is None and module.name not in written.done:
                 self._keep(module, self._quantised(module), written, shards)
                 continue
             elif module is not None and module.name not in written.done:
                 continue
             self._advance(name)
-        if ids_ST is not None:
-            self._calibrate(written, shards, ids_ST)
+        if data is not None:
+            self._calibrate(written, shards, data)
 
-    def _calibrate(self, written: Partial, shards: Shards, ids_ST: Tensor) -> None:
+    def _calibrate(self, written: Partial, shards: Shards, data: Tensor | OwnTexts) -> None:
         if all(module.name in written.done for module in self._selection.modules):
             return
+        ids_ST = data.ids_ST(written) if isinstance(data, OwnTexts) else data
         before = WrittenModules(written.folder)
         try:
             Calibration(self._spec, self._maker, self._selection, ids_ST).run(
@@ -264,7 +266,7 @@ def _selected(
     head: bool,
     symmetric: bool | None,
     group: int | None,
-    ids_ST: Tensor | None,
+    data: Tensor | OwnTexts | None,
 ) -> Selection:
     if head and spec.tied_head:
         _refuse(
@@ -284,7 +286,7 @@ def _selected(
             tensor, limit = inventory.of(module.part).tensors[0], "each expert's own tensors"
             told = f"holds all experts of a layer in {tensor}; the option quantize of an engine takes that"
             _refuse("model", tensor, limit, told)
-    if ids_ST is None:
+    if data is None:
         return selection
     if routing_of(spec) is not None:
         told = "is not possible for models with experts; leave the data out"
@@ -301,11 +303,18 @@ def _selected(
             "a model whose feeds read what its mixers have added",
             "is not possible for this model, whose mixers and feeds stand side by side",
         )
-    most = max(module.shape[1] for module in selection.modules)
-    if ids_ST.numel() < most:
-        told = f"is too short: {ids_ST.numel()} tokens for products of up to {most} inputs"
-        _refuse("data", ids_ST.numel(), f"at least {most} tokens; 65,536 are usual", told)
+    _check_length(data, spec, most=max(module.shape[1] for module in selection.modules))
     return selection
+
+
+def _check_length(data: Tensor | OwnTexts, spec: DecoderSpec, most: int) -> None:
+    """Refuse sequences that are too long for the model, or too short together for products of up to `most` inputs."""
+    sequences, tokens = data.shape if isinstance(data, Tensor) else (data.sequences, data.tokens)
+    if tokens > spec.max_context:
+        _refuse("sequence_tokens", tokens, f"at most {spec.max_context}", f"is more than the model takes, got {tokens}")
+    if sequences * tokens < most:
+        told = f"is too short: {sequences * tokens} tokens for products of up to {most} inputs"
+        _refuse("data", sequences * tokens, f"at least {most} tokens; 65,536 are usual", told)
 
 
 def _check_group(group: int, method: Method) -> None:
@@ -330,14 +339,11 @@ def _arguments(
     model: Path,
     selection: Selection,
     head: bool,
-    ids_ST: Tensor | None,
+    data: Tensor | OwnTexts | None,
     shard_bytes: int,
     device: torch.device | None,
 ) -> dict[str, object]:
     """Return everything that decides the bytes of the copy."""
-    data = None
-    if ids_ST is not None:
-        data = f"{list(ids_ST.shape)} {hashlib.blake2b(ids_ST.numpy().tobytes()).hexdigest()}"
     return {
         "headrace": headrace_version(),
         "torch": torch.__version__,
@@ -345,11 +351,17 @@ def _arguments(
         "symmetric": selection.symmetric,
         "group": selection.group,
         "quantize_head": head,
-        "data": data,
+        "data": None if data is None else _described(data),
         "device": "cpu" if device is None else str(device),
         "shard_bytes": shard_bytes,
         "model": digests(model),
     }
+
+
+def _described(data: Tensor | OwnTexts) -> str:
+    if isinstance(data, OwnTexts):
+        return str(data)
+    return f"{list(data.shape)} {hashlib.blake2b(data.numpy().tobytes()).hexdigest()}"
 
 
 def _check_room(written: Partial, wanted: int) -> None:

@@ -472,7 +472,7 @@ def test_what_quantising_a_folder_does_not_do_is_refused(
 ) -> None:
     expert_folder(tmp_path / "plain", family)
     with pytest.raises(InvalidParams, match=told):
-        quantise_folder(tmp_path / "plain", tmp_path / "small", "int8", watcher=Quiet(), ids_ST=ids_ST)
+        quantise_folder(tmp_path / "plain", tmp_path / "small", "int8", watcher=Quiet(), data=ids_ST)
     assert not (tmp_path / "small").exists()
 
 

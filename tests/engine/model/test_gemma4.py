@@ -96,4 +96,4 @@ def test_a_quantised_copy_has_the_embeddings_of_layers_as_they_are(tmp_path: Pat
         assert {each.format.name for each in getattr(copied.layers[2], part).matrices.values()} == {"int8"}
     with pytest.raises(InvalidParams, match="layers end behind their feeds"):
         ids = torch.zeros(64, 128, dtype=torch.int64)
-        quantise_folder(tmp_path / "model", tmp_path / "other", "int8", Told(), ids_ST=ids)
+        quantise_folder(tmp_path / "model", tmp_path / "other", "int8", Told(), data=ids)

@@ -92,7 +92,7 @@ def test_data_make_a_copy_better(kind: str, tmp_path: Path) -> None:
     """Inputs without positions or biases would be those of another model."""
     folder, ids_ST = dense(kind, tmp_path / "model"), sequences(16, 64)
     copied(folder, tmp_path / "plain", "int4")
-    copied(folder, tmp_path / "calibrated", "int4", ids_ST=ids_ST)
+    copied(folder, tmp_path / "calibrated", "int4", data=ids_ST)
     ids = ids_ST[0].tolist()
     truth = logits(folder, ids)
     plain, calibrated = (float((logits(tmp_path / each, ids) - truth).norm()) for each in ("plain", "calibrated"))
@@ -102,5 +102,5 @@ def test_data_make_a_copy_better(kind: str, tmp_path: Path) -> None:
 def test_parallel_layers_are_not_calibrated(tmp_path: Path) -> None:
     folder = dense("phi", tmp_path / "model")
     with pytest.raises(InvalidParams, match="side by side") as caught:
-        copied(folder, tmp_path / "out", "int4", ids_ST=sequences(16, 64))
+        copied(folder, tmp_path / "out", "int4", data=sequences(16, 64))
     assert caught.value.field == "data" and not (tmp_path / "out").exists()

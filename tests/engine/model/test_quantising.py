@@ -26,6 +26,7 @@ from headrace.engine.model.checkpoint.weight_parts import stored_parts
 from headrace.engine.model.checkpoint.weights import DecoderWeights, load_weights
 from headrace.engine.model.families.hf import HF_NAMES
 from headrace.engine.model.families.registry import from_hf, read_hf_config
+from headrace.engine.model.quantising.own_texts import OwnTexts
 from headrace.engine.model.quantising.selected import select
 from headrace.engine.model.roles import Fused, matrix
 from headrace.engine.model.spec import Attention, DenseFeed, FeedSpec, LayerSpec, Norms
@@ -177,7 +178,7 @@ def test_a_head_is_quantised_if_asked_for(model: Path, tmp_path: Path) -> None:
     copied(model, tmp_path / "out", "int8", head=True)
     assert isinstance(load(model).head.format, Dense)
     assert load(tmp_path / "out").head.format.name == "int8"
-    copied(model, tmp_path / "calibrated", "int4", head=True, ids_ST=sequences())
+    copied(model, tmp_path / "calibrated", "int4", head=True, data=sequences())
     assert load(tmp_path / "calibrated").head.format.name == "int4-g64-zeros"
 
 
@@ -219,7 +220,7 @@ def test_codes_come_from_the_inputs_that_transformers_sees(architecture: str, tm
     ids_ST = sequences()
     changes = {"rope_parameters": GROWING} if architecture == "Ministral3" else {}
     model = dense_folder(tmp_path / "model", architecture=architecture, head_dim=64, **changes)
-    copied(model, tmp_path / "out", "int4", ids_ST=ids_ST)
+    copied(model, tmp_path / "out", "int4", data=ids_ST)
     made = matrices(load(tmp_path / "out"))
     reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     sizes = {"qkv": [192, 64, 64], "gate_up": [320, 320], "o": [192], "down": [192]}
@@ -262,7 +263,7 @@ def _keep(seen: dict[str, Tensor], name: str, _: object, given: tuple[Tensor, ..
 def test_data_brings_a_model_closer_to_the_dense_one(method: Method, model: Path, tmp_path: Path) -> None:
     ids_ST = sequences(64, 40)
     copied(model, tmp_path / "rounded", method)
-    copied(model, tmp_path / "calibrated", method, ids_ST=ids_ST[:56])
+    copied(model, tmp_path / "calibrated", method, data=ids_ST[:56])
     dense = transformers.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.inference_mode():
         wanted = dense(ids_ST[56:]).logits
@@ -296,7 +297,7 @@ def test_data_brings_a_model_closer_to_the_dense_one(method: Method, model: Path
 def test_an_interrupted_run_goes_on_to_the_same_bytes(
     model: Path, method: Method, data: Tensor | None, stop_after: int, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"ids_ST": data, "shard_bytes": 300_000}
+    options: dict[str, Any] = {"data": data, "shard_bytes": 300_000}
     copied(model, tmp_path / "whole", method, **options)
     with pytest.raises(KeyboardInterrupt):
         copied(model, tmp_path / "out", method, Told(stop_after), **options)
@@ -308,6 +309,31 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     copied(model, tmp_path / "out", method, again, **options)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_the_models_own_texts_are_written_once(model: Path, tmp_path: Path) -> None:
+    """An interrupted run goes on with the texts that it has; one that was interrupted before writes them anew."""
+    ids_ST, out, written = sequences(), tmp_path / "out", 0
+
+    def write() -> list[list[int]]:
+        nonlocal written
+        written += 1
+        if written == 1:
+            raise KeyboardInterrupt
+        return (ids_ST + written - 2).tolist()  # others each time
+
+    own = OwnTexts(*ids_ST.shape, write)
+    for told in (Told(), Told(17)):
+        with pytest.raises(KeyboardInterrupt):
+            copied(model, out, "int4", told, data=own)
+    copied(model, out, "int4", data=own)
+    copied(model, out, "int4", data=own)
+    assert written == 2
+    copied(model, tmp_path / "whole", "int4", data=ids_ST)
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+    with pytest.raises(InvalidParams, match="made with data '12 x 40 of its own' and not"):
+        copied(model, out, "int4", data=ids_ST)
 
 
 def _spoil(folder: Path, journal: Path) -> None:
@@ -372,7 +398,7 @@ def test_two_runs_at_once_are_refused(model: Path, tmp_path: Path) -> None:
     copied(model, tmp_path / "out", "int8", Twice())
 
 
-@pytest.mark.parametrize("leftover", [None, "journal", "empty"])
+@pytest.mark.parametrize("leftover", [None, "journal", "journal and texts", "empty"])
 def test_a_complete_copy_is_left_as_it_is(model: Path, leftover: str | None, tmp_path: Path) -> None:
     """Also beside what a run has left that was killed just behind the renaming of its folder."""
     with pytest.raises(KeyboardInterrupt):
@@ -383,8 +409,10 @@ def test_a_complete_copy_is_left_as_it_is(model: Path, leftover: str | None, tmp
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in (tmp_path / "out").rglob("*")}
     if leftover:
         (tmp_path / "out.partial").mkdir()
-    if leftover == "journal":
+    if leftover in ("journal", "journal and texts"):
         (tmp_path / "out.partial" / "journal.jsonl").write_bytes(journal)
+    if leftover == "journal and texts":
+        (tmp_path / "out.partial" / "texts.json").write_text("[[1]]")
     told = Told()
     assert copied(model, tmp_path / "out", "int8", told) == first
     assert not told.done and "out is complete" in told.lines[-1]
@@ -446,17 +474,26 @@ def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
 
 def test_too_few_tokens_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidParams, match=r"data: is too short: 80 tokens for products of up to 320 inputs"):
-        copied(model, tmp_path / "out", "int4", ids_ST=sequences(2, 40))
+        copied(model, tmp_path / "out", "int4", data=sequences(2, 40))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_sequences_that_are_longer_than_the_model_takes_are_refused(model: Path, tmp_path: Path) -> None:
+    most = transformers.AutoConfig.from_pretrained(model).max_position_embeddings
+    for data in ({"data": sequences(2, most + 1)}, {"data": OwnTexts(2, most + 1, list)}):
+        with pytest.raises(InvalidParams, match=rf"at most {most}$") as error:
+            copied(model, tmp_path / "out", "int4", **data)
+        assert error.value.field == "sequence_tokens"
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_model_of_bounded_scores_is_not_calibrated(tmp_path: Path) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
     config = transformers.Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
     transformers.Gemma2ForCausalLM(config).save_pretrained(tmp_path / "model")
     with pytest.raises(InvalidParams, match="data: is not possible for this model"):
-        copied(tmp_path / "model", tmp_path / "out", "int4", ids_ST=sequences())
+        copied(tmp_path / "model", tmp_path / "out", "int4", data=sequences())
     assert not (tmp_path / "out.partial").exists()
 
 
