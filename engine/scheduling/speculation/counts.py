@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.request import Request
 from headrace.engine.scheduling.result import StepResult
-from headrace.engine.scheduling.speculation.depth import Decodes, DepthRule
+from headrace.engine.scheduling.speculation.depth import DepthRule, StepRows
 
 __all__ = ["FixedDepths", "Speculation"]
 
@@ -33,7 +33,7 @@ class Speculation:
     def __init__(
         self,
         most: int,
-        choose: Callable[[Decodes, int], int] | None = None,
+        choose: Callable[[StepRows, int], int] | None = None,
         *,
         depths: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
@@ -71,11 +71,11 @@ class Speculation:
         return self._within(most, rows, rows, most_tokens)
 
     def _depth(self, running: Sequence[Request], most_tokens: int) -> int:
-        decodes = Decodes(len(running), sum([request.asked.speculates for request in running]))
-        if not decodes.drafting:
+        rows = StepRows(len(running), sum([request.asked.speculates for request in running]))
+        if not rows.drafting:
             return 0
-        depth = self._choose(decodes, sum([request.planned for request in running]) // decodes.rows)
-        return self._within(depth, decodes.rows, decodes.drafting, most_tokens)
+        depth = self._choose(rows, sum([request.planned for request in running]) // rows.all)
+        return self._within(depth, rows.all, rows.drafting, most_tokens)
 
     def _within(self, depth: int, rows: int, speculating: int, most_tokens: int) -> int:
         """Return `depth`, or the largest below it with which half of what `rows` decodes leave is for prompts."""
@@ -93,20 +93,20 @@ class Speculation:
             counts = result.counts or [1] * plan.size
             drafted = result.drafted or [0] * len(plan.drafts)
             self.rule.observe_runs(plan.drafts, drafted, counts)
-            for (drafts, count), rows in Counter(zip(drafted, counts, strict=False)).items():
+            for (drafts, count), alike in Counter(zip(drafted, counts, strict=False)).items():
                 if drafts:
-                    self.runs += rows
-                    self.drafted += drafts * rows
-                    self.accepted += (count - 1) * rows
+                    self.runs += alike
+                    self.drafted += drafts * alike
+                    self.accepted += (count - 1) * alike
                     for place in range(drafts):
-                        self.drafted_at[place] += rows
+                        self.drafted_at[place] += alike
                     for place in range(count - 1):
-                        self.accepted_at[place] += rows
-        decodes = Decodes(len(plan.decodes), sum([request.asked.speculates for request in plan.decodes]))
-        if decodes.drafting and not plan.others:
-            drafts_of_row = self._drafts_of_row(plan, result, decodes.drafting)
+                        self.accepted_at[place] += alike
+        rows = StepRows(len(plan.decodes), sum([request.asked.speculates for request in plan.decodes]))
+        if rows.drafting and not plan.others:
+            drafts_of_row = self._drafts_of_row(plan, result, rows.drafting)
             seconds = max(0.0, seconds - result.late_seconds)
-            self.rule.observe(decodes, sum(plan.starts) // decodes.rows, drafts_of_row, seconds)
+            self.rule.observe(rows, sum(plan.starts) // rows.all, drafts_of_row, seconds)
 
     def _drafts_of_row(self, plan: StepPlan, result: StepResult, rows: int) -> float:
         """Return how many drafts a step of decodes, `rows` of which speculate, has computed for each of these."""

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from headrace.engine.scheduling.speculation.measured import DraftRates, StepTimes
 
-__all__ = ["Decodes", "DepthRule"]
+__all__ = ["DepthRule", "StepRows"]
 
 _HOLD: Final = 32  # steps between two choices
 _TRIAL: Final = 4  # rows of steps of a depth that is tried, to learn what it takes and yields
@@ -23,17 +23,17 @@ _LONGEST_PAUSE: Final = 512  # steps with drafts between two probes, or at depth
 _MARGIN: Final = 1.03  # what drafts must gain over none
 
 
-class Decodes(NamedTuple):
-    """How many rows of a step decode."""
+class StepRows(NamedTuple):
+    """Number of rows that decode in a step."""
 
-    rows: int
+    all: int
     drafting: int
     """Number of those that may have drafts; at least 1."""
 
     @property
     def share(self) -> float:
         """Share of the rows that may have drafts."""
-        return self.drafting / self.rows
+        return self.drafting / self.all
 
 
 class DepthRule:
@@ -74,21 +74,21 @@ class DepthRule:
         self._since = 0
         """Number of steps with drafts since the latest probe."""
         self._probes = 0
-        self._decodes = Decodes(1, 1)
+        self._rows = StepRows(1, 1)
         self._is_trial = False
         self.depth = most
         """Depth of the latest step, or of the first before there was one."""
 
-    def choose(self, decodes: Decodes, context: int) -> int:
+    def choose(self, rows: StepRows, context: int) -> int:
         """Return the depth of the next step.
 
         Args:
-            decodes: Number of rows of the step.
+            rows: The rows of the step.
             context: Mean length of their contexts in tokens.
         """
-        self._decodes = decodes
+        self._rows = rows
         if self._left <= 0:
-            self._decide(self._times_of(decodes, context), self._depths(decodes.rows))
+            self._decide(self._times_of(rows, context), self._depths(rows.all))
         self._left -= 1
         self._rested += self.depth == 0
         self._since += self.depth > 0
@@ -96,12 +96,12 @@ class DepthRule:
 
     def note_request(self) -> None:
         """Take note that a request begins, of which nothing is known: the next trial is due sooner."""
-        sooner = self._pause - self._pause // max(4, self._decodes.drafting)
+        sooner = self._pause - self._pause // max(4, self._rows.drafting)
         self._pause = max(self._price, min(self._pause, _HOLD), sooner)
 
-    def observe(self, decodes: Decodes, context: int, drafts: float, seconds: float) -> None:
+    def observe(self, rows: StepRows, context: int, drafts: float, seconds: float) -> None:
         """Take in the time of a step in which no prompt was computed, with so many drafts a row that may have some."""
-        self._times_of(decodes, context).add(drafts, seconds)
+        self._times_of(rows, context).add(drafts, seconds)
 
     def observe_runs(self, allowed: Sequence[int], drafted: Sequence[int], tokens: Sequence[int]) -> None:
         """Take in how many drafts the rows of a step were allowed and had, and how many tokens they yielded."""
@@ -109,9 +109,9 @@ class DepthRule:
 
     def _decide(self, times: StepTimes, depths: Sequence[int]) -> None:
         """Choose a depth for a number of steps."""
-        steps = max(_SHORTEST_TRIAL, _TRIAL // self._decodes.drafting)
+        steps = max(_SHORTEST_TRIAL, _TRIAL // self._rows.drafting)
         tried = self.depth if self._is_trial else 0
-        could_pay = 1.0 + self._decodes.share * self._most >= _MARGIN  # if all were right
+        could_pay = 1.0 + self._rows.share * self._most >= _MARGIN  # if all were right
         may_pay = could_pay and (self._rates.rows < _SURE or self._tokens(self._most) >= _MARGIN)
         if not depths:
             self._take(0, _HOLD)
@@ -165,8 +165,8 @@ class DepthRule:
         A larger one is tried where drafts pay even if each takes half as long as a row's own token.
         """
         is_sure = self._rates.rows >= _SURE
-        rows = self._decodes.rows if self._fixed else self._decodes.drafting  # that have drafts to compute
-        longer = rows / self._decodes.rows / 2  # by each draft
+        rows = self._rows.all if self._fixed else self._rows.drafting  # that have drafts to compute
+        longer = rows / self._rows.all / 2  # by each draft
         return max(
             (
                 depth
@@ -196,14 +196,14 @@ class DepthRule:
 
     def _tokens(self, depth: int) -> float:
         """Return how many tokens a row, whether or not it may have drafts, is expected to yield at a depth."""
-        return 1.0 + self._decodes.share * (self._rates.tokens(depth) - 1.0)
+        return 1.0 + self._rows.share * (self._rates.tokens(depth) - 1.0)
 
     def _drafts(self, depth: int) -> float:
         """Return how many drafts a row that may have some is expected to compute at a depth."""
         return depth if self._fixed else self._rates.drafts(depth)
 
-    def _times_of(self, decodes: Decodes, context: int) -> StepTimes:
+    def _times_of(self, rows: StepRows, context: int) -> StepTimes:
         """Return the times of steps of about as many rows and as long contexts, by powers of two."""
-        drafting = 0 if self._fixed else decodes.drafting  # where the depth is fixed, each row computes its drafts
-        key = decodes.rows.bit_length(), drafting.bit_length(), (context // 512).bit_length()
+        drafting = 0 if self._fixed else rows.drafting  # where the depth is fixed, each row computes its drafts
+        key = rows.all.bit_length(), drafting.bit_length(), (context // 512).bit_length()
         return self._times.setdefault(key, StepTimes())

@@ -15,7 +15,7 @@ from simulation.rig import Rig, capacity
 from headrace.engine.scheduling.plan import StepPlan
 from headrace.engine.scheduling.result import StepResult
 from headrace.engine.scheduling.speculation.counts import FixedDepths, Speculation
-from headrace.engine.scheduling.speculation.depth import Decodes, DepthRule
+from headrace.engine.scheduling.speculation.depth import DepthRule, StepRows
 from headrace.engine.scheduling.speculation.measured import DraftRates, StepTimes
 
 
@@ -31,9 +31,9 @@ class Device:
 
     def run(self, steps: int, rows: int = 1) -> None:
         for _ in range(steps):
-            depth = self.rule.choose(Decodes(rows, rows), 100)
+            depth = self.rule.choose(StepRows(rows, rows), 100)
             self.depths.append(depth)
-            self.rule.observe(Decodes(rows, rows), 100, depth, self.seconds + depth * rows * self.further)
+            self.rule.observe(StepRows(rows, rows), 100, depth, self.seconds + depth * rows * self.further)
             right = [0] * rows
             for row in range(rows):
                 while right[row] < depth and (len(self.depths) * 7919 + right[row] * 104729) % 100 < 100 * self.rate:
@@ -126,7 +126,7 @@ class Gpu:
     def run(self, steps: int, context: int = 450, prompts: float = 0.0) -> None:
         """Run `steps` steps from a length of the contexts on; each takes as much longer as its prompts do."""
         for step in range(steps):
-            depth = self.rule.choose(Decodes(self._rows, self._drafting), context + step)
+            depth = self.rule.choose(StepRows(self._rows, self._drafting), context + step)
             right = [self._right(depth) for _ in range(self._drafting)]
             seconds = self._seconds[depth]
             self._flying.append(partial(self._end, context + step, depth, right, seconds, timed=not prompts))
@@ -147,7 +147,7 @@ class Gpu:
             self.rule.observe_runs(allowed + [0] * others, allowed + [0] * others, tokens + [1] * others)
         if timed:
             noise = self._chance.gauss(1.0, 0.03)
-            self.rule.observe(Decodes(self._rows, self._drafting), context, depth, seconds * noise)
+            self.rule.observe(StepRows(self._rows, self._drafting), context, depth, seconds * noise)
 
 
 def evenly(longest: float) -> dict[int, float]:
@@ -200,8 +200,8 @@ def test_few_rows_with_drafts_pay_where_only_these_take_longer() -> None:
     """On a CPU a step takes longer by the drafts that there are."""
     rule, depths = DepthRule(4), []
     for _ in range(1000):
-        depths.append(rule.choose(Decodes(8, 1), 100))
-        rule.observe(Decodes(8, 1), 100, depths[-1], 1.0 + 0.05 * depths[-1])
+        depths.append(rule.choose(StepRows(8, 1), 100))
+        rule.observe(StepRows(8, 1), 100, depths[-1], 1.0 + 0.05 * depths[-1])
         if depths[-1]:
             rule.observe_runs([depths[-1]], [depths[-1]], [1 + depths[-1]])
     assert depths[-500:].count(4) > 480, "a twentieth of a step longer by each draft, and an eighth of a token more"
@@ -233,9 +233,9 @@ def test_only_depths_that_the_device_has_are_chosen() -> None:
         rule = DepthRule(12, lambda rows: [depth for depth in (1, 2, 4, 8, 12) if rows * (depth + 1) <= 400])
         chosen = set()
         for step in range(1500):
-            depth = rule.choose(Decodes(rows, rows), 100)
+            depth = rule.choose(StepRows(rows, rows), 100)
             chosen.add(depth)
-            rule.observe(Decodes(rows, rows), 100, depth, 1.0 + 0.01 * depth)
+            rule.observe(StepRows(rows, rows), 100, depth, 1.0 + 0.01 * depth)
             if depth:
                 rule.observe_runs([depth] * rows, [depth] * rows, [1 + min(depth, step % 12)] * rows)
         assert chosen <= {0, *depths} and max(chosen) == max(depths, default=0)
