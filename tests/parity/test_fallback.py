@@ -44,6 +44,7 @@ def reference(family: str) -> tuple[Any, list[list[int]], list[Tensor]]:
     return model, sequences, logits
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize("native", OPERATIONS)
 def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: bool, tmp_path: Path) -> None:
     model, sequences, expected = reference(family)
@@ -62,6 +63,7 @@ def test_logits_equal_those_of_transformers_for_any_cut(family: str, native: boo
     check_cuts(tested, sequences, expected)
 
 
+@pytest.mark.rotated(2)
 def test_an_engine_generates_what_transformers_generates(family: str, tmp_path: Path) -> None:
     """Side by side in too few pages, so that requests are preempted, and once more behind a cached prefix."""
     model, sequences, _ = reference(family)

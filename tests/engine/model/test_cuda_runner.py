@@ -555,6 +555,7 @@ def test_a_grammar_that_fails_costs_its_own_request(
     anyio.run(run)
 
 
+@pytest.mark.rotated(2)
 @pytest.mark.parametrize(("device", "launch_ahead"), [("cuda", 3), ("cpu", 2)])
 def test_nobody_waits_for_masks_of_others(
     zoo: Zoo, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, device: str, launch_ahead: int
