@@ -21,7 +21,7 @@ from headrace.adapters.safetensors_header import TensorEntry, read_header, refus
 from headrace.adapters.untrusted import open_file, read_object
 from headrace.engine.errors import ModelRejected
 
-__all__ = ["DTYPE_NAMES", "INDEX_FILE", "SINGLE_FILE", "SafetensorsFolder"]
+__all__ = ["DTYPE_NAMES", "INDEX_FILE", "SINGLE_FILE", "SafetensorsFolder", "pickles_in"]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -225,10 +225,15 @@ class SafetensorsFolder:
     def _refuse_without_safetensors(self) -> NoReturn:
         if not self.path.is_dir():
             raise ModelRejected(f"{self.name}: no such folder", field=self.name)
-        pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in self.path.glob(f"*.{suffix}"))
+        pickles = pickles_in(self.path)
         if pickles:
             told = "is a pickle, which can run code; safetensors are read (save_pretrained of transformers writes them)"
             message = f"{self.name}: {pickles[0]} {told}, and GGUF files"
             raise ModelRejected(message, field=pickles[0], limit=SINGLE_FILE)
         message = f"{self.name}: neither {SINGLE_FILE} nor {INDEX_FILE} is there, nor a .gguf file"
         raise ModelRejected(message, field=SINGLE_FILE)
+
+
+def pickles_in(folder: Path) -> list[str]:
+    """Return the names of files with weights in a folder that are pickles, in order."""
+    return sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))

@@ -71,7 +71,7 @@ class Speculation:
         return self._within(most, rows, rows, most_tokens)
 
     def _depth(self, running: Sequence[Request], most_tokens: int) -> int:
-        rows = StepRows(len(running), sum([request.asked.speculates for request in running]))
+        rows = _counted(running)
         if not rows.drafting:
             return 0
         depth = self._choose(rows, sum([request.planned for request in running]) // rows.all)
@@ -102,7 +102,7 @@ class Speculation:
                         self.drafted_at[place] += alike
                     for place in range(count - 1):
                         self.accepted_at[place] += alike
-        rows = StepRows(len(plan.decodes), sum([request.asked.speculates for request in plan.decodes]))
+        rows = _counted(plan.decodes)
         if rows.drafting and not plan.others:
             drafts_of_row = self._drafts_of_row(plan, result, rows.drafting)
             seconds = max(0.0, seconds - result.late_seconds)
@@ -114,3 +114,7 @@ class Speculation:
             return sum(result.drafted) / rows
         depths = self._depths(len(plan.decodes))
         return depths[min(bisect_left(depths, max(plan.drafts)), len(depths) - 1)]
+
+
+def _counted(decodes: Sequence[Request]) -> StepRows:
+    return StepRows(len(decodes), sum([request.asked.speculates for request in decodes]))

@@ -173,9 +173,9 @@ def _within(prefilled: Prefilled, context: int) -> Prefilled | None:
         start += work.num_tokens
     if not works:
         return None
-    device = prefilled.tokens_N.device
-    some_N = torch.from_numpy(np.concatenate(kept)).to(device)
-    last_W = torch.tensor([work.num_tokens for work in works], device=device).cumsum(0) - 1
+    last = np.cumsum([work.num_tokens for work in works]) - 1
+    sent = torch.from_numpy(np.concatenate([*kept, last])).to(prefilled.tokens_N.device)
+    some_N, last_W = sent[: -len(last)], sent[-len(last) :]
     step = next(iter(prefilled.steps.values()))
     assert isinstance(step, PrefillStep)
     cut = PrefillStep(step.positions_N[some_N], step.slots_N[some_N], step.attention)

@@ -18,7 +18,7 @@ from headrace.adapters.untrusted import refuse
 from headrace.engine.errors import ModelRejected
 from headrace.engine.model.checkpoint.inventory import Inventory
 from headrace.engine.model.checkpoint.plan import Holding
-from headrace.engine.model.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder
+from headrace.engine.model.checkpoint.safetensors import INDEX_FILE, SINGLE_FILE, SafetensorsFolder, pickles_in
 from headrace.engine.model.drafting.heads.eagle import read_eagle, read_eagle3
 from headrace.engine.model.drafting.heads.medusa_names import is_medusa, read_medusa
 from headrace.engine.model.drafting.heads.mtp import read_mtp
@@ -106,7 +106,7 @@ def _refuse_folder(folder: Path, name: str) -> NoReturn:
     """Refuse a folder without safetensors, and say how pickles become such."""
     if not folder.is_dir():
         raise ModelRejected(f"speculation.path: {folder}: no such folder", field="speculation.path", value=str(folder))
-    pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
+    pickles = pickles_in(folder)
     if pickles:
         saved = _MEDUSA_FILE if pickles[0].startswith("medusa") else SINGLE_FILE
         raise ModelRejected(

@@ -55,8 +55,9 @@ def head_source(config: EngineConfig, spec: DecoderSpec, files: ModelFiles) -> H
     assert isinstance(asked, Eagle | Medusa | Mtp)
     with _opened(asked, spec, files) as found:
         head = found.spec
-        with quantised_as_draft():
-            describe_head(found, spec, dtype=torch.bfloat16, quantize=asked.quantize)
+        if asked.quantize is not None:  # one that is stored so already is refused before it is read
+            with quantised_as_draft():
+                describe_head(found, spec, dtype=torch.bfloat16, quantize=asked.quantize)
     if isinstance(head, MedusaSpec) != isinstance(asked, Medusa):
         other = "Medusa" if isinstance(head, MedusaSpec) else "Eagle"
         refuse_head(config, f"{head.origin} holds a head for {other}")
