@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -33,6 +34,7 @@ __all__ = [
     "MtpHead",
     "TargetStates",
     "chosen",
+    "random_target",
     "rounded",
     "rounded_matrix",
     "widen",
@@ -381,3 +383,18 @@ HEADS: dict[str, Callable[[], Head]] = {
     "Medusa of two blocks": lambda: MedusaHead(3, 2, "medusa_head.", "medusa_lm_head.safetensors"),
 }
 """Heads of each format, by name, for a target of 7 layers."""
+
+
+def random_target(folder: Path) -> Path:
+    """A model of seven layers for which the heads draft, and whose norms are no ones."""
+    import transformers
+
+    torch.manual_seed(11)
+    sizes = {"num_hidden_layers": 7, "tie_word_embeddings": False}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny_models.CONFIG | sizes))
+    for name, parameter in model.named_parameters():
+        mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3)
+        torch.nn.init.normal_(parameter, mean, spread)
+    model.save_pretrained(folder)
+    tiny_models.write_tokenizer(folder)
+    return folder

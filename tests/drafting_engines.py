@@ -26,15 +26,18 @@ __all__ = [
     "PROMPTS",
     "TOKENS",
     "always_deep",
+    "answers_alone",
     "ask_all",
     "chained_folder",
     "check_drafts",
+    "cuda_options",
     "fit",
     "gemma4_folder",
     "recorded",
     "small_folder",
     "talk",
     "told",
+    "told_tokens",
 ]
 
 TOKENS = 257
@@ -119,6 +122,31 @@ async def talk(engine: Engine) -> list[list[int]]:
 
 def told(answers: Sequence[Completion]) -> list[Any]:
     return [(answer.choices, answer.usage.completion_tokens) for answer in answers]
+
+
+def told_tokens(answers: Sequence[Completion]) -> list[Any]:
+    return [[(choice.token_ids, choice.finish_reason) for choice in answer.choices] for answer in answers]
+
+
+def answers_alone(
+    model: Path,
+    asked: Sequence[dict[str, Any]] = ASKED,
+    tell: Callable[[Sequence[Completion]], list[Any]] = told,
+    **options: Any,
+) -> list[Any]:
+    """What an engine without speculation answers."""
+
+    async def run() -> list[Any]:
+        async with Engine(model, **options) as engine:
+            return tell(await ask_all(engine, asked))
+
+    return anyio.run(run)
+
+
+def cuda_options(**more: Any) -> dict[str, Any]:
+    """Options of an engine on an emulated GPU."""
+    sizes = {"kv_memory": "4MiB", "max_rows": 8, "max_context": 256, "max_batched_tokens": 256}
+    return {"device": "cuda", "seed": 3} | sizes | more
 
 
 def chained_folder(folder: Path, family: str = "Llama") -> Path:

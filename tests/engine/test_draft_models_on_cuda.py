@@ -9,7 +9,9 @@ from typing import Any
 
 import anyio
 import pytest
-from drafting_engines import ASKED, always_deep, ask_all, small_folder
+from drafting_engines import ASKED, always_deep, answers_alone, ask_all, small_folder
+from drafting_engines import cuda_options as options
+from drafting_engines import told_tokens as told
 from emulated_cuda import Gpu, emulated
 from gpu.conftest import Zoo
 from gpu.test_hosted import check_late_masks
@@ -43,24 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_folder(tmp_path_factory.mktemp("target"))
 
 
-def options(**more: Any) -> dict[str, Any]:
-    sizes = {"kv_memory": "4MiB", "max_rows": 8, "max_context": 256, "max_batched_tokens": 256}
-    return {"device": "cuda", "seed": 3} | sizes | more
-
-
-def told(answers: list[Completion]) -> list[Any]:
-    return [[(choice.token_ids, choice.finish_reason) for choice in answer.choices] for answer in answers]
-
-
 @pytest.fixture(scope="module")
 def alone(model: Path, gpu: Gpu) -> list[Any]:
-    """What an engine without speculation answers."""
-
-    async def run() -> list[Any]:
-        async with Engine(model, **options()) as engine:
-            return told(await ask_all(engine, LONG))
-
-    return anyio.run(run)
+    return answers_alone(model, LONG, told, **options())
 
 
 @pytest.mark.rotated(4)

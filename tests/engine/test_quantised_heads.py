@@ -9,12 +9,11 @@ from typing import Any
 
 import anyio
 import pytest
-import tiny_models
 import torch
 from draft_driver import Drafting, Row, states_of
 from draft_heads import HEADS as FORMATS
-from draft_heads import VOCABULARY, EagleHead, rounded, rounded_matrix
-from drafting_engines import HEADS, always_deep, ask_all, fit, small_folder, told
+from draft_heads import VOCABULARY, EagleHead, random_target, rounded, rounded_matrix
+from drafting_engines import HEADS, always_deep, answers_alone, ask_all, fit, small_folder, told
 from model_driver import OPERATIONS
 from mtp_models import LAYERS, with_module
 from safetensors.torch import load_file, save_file
@@ -35,17 +34,7 @@ def drawn() -> list[Row]:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import transformers
-
-    torch.manual_seed(11)
-    sizes = {"num_hidden_layers": 7, "tie_word_embeddings": False}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny_models.CONFIG | sizes))
-    for name, parameter in model.named_parameters():
-        mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3)
-        torch.nn.init.normal_(parameter, mean, spread)
-    folder = tmp_path_factory.mktemp("target")
-    model.save_pretrained(folder)
-    return folder
+    return random_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.mark.parametrize("native", OPERATIONS)
@@ -98,13 +87,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> list[Any]:
-    """What an engine without speculation answers."""
-
-    async def run() -> list[Any]:
-        async with Engine(model, **options()) as engine:
-            return told(await ask_all(engine))
-
-    return anyio.run(run)
+    return answers_alone(model, **options())
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler, or a processor without AVX2")

@@ -15,9 +15,11 @@ from draft_driver import states_of
 from draft_heads import HEADS as FORMATS
 from draft_heads import VOCABULARY, rounded, widen
 from drafting_engines import HEADS, always_deep, ask_all, fit, small_folder
+from drafting_engines import cuda_options as options
+from drafting_engines import told_tokens as told
 from emulated_cuda import Gpu, emulated
 
-from headrace.engine import Completion, Engine
+from headrace.engine import Engine
 from headrace.engine.speculation import Speculation
 from headrace.ops.quantise import Method
 
@@ -52,15 +54,6 @@ def test_drafts_are_those_of_the_rounded_weights(
         drafting.start(rows, 64, 5)
         assert drafting.drafts(range(len(rows)), DEPTH) == expected, "behind prompts"
         assert drafting.verified(rows, 0, 2) == expected, "behind steps with drafts and without"
-
-
-def options(**more: Any) -> dict[str, Any]:
-    sizes = {"kv_memory": "4MiB", "max_rows": 8, "max_context": 256, "max_batched_tokens": 256}
-    return {"device": "cuda", "seed": 3} | sizes | more
-
-
-def told(answers: list[Completion]) -> list[Any]:
-    return [[(choice.token_ids, choice.finish_reason) for choice in answer.choices] for answer in answers]
 
 
 @pytest.mark.rotated(2)

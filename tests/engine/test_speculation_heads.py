@@ -21,6 +21,7 @@ from drafting_engines import (
     HEADS,
     PROMPTS,
     always_deep,
+    answers_alone,
     ask_all,
     chained_folder,
     check_drafts,
@@ -67,13 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> list[Any]:
-    """What an engine without speculation answers."""
-
-    async def run() -> list[Any]:
-        async with Engine(model, **options()) as engine:
-            return told(await ask_all(engine))
-
-    return anyio.run(run)
+    return answers_alone(model, **options())
 
 
 @native

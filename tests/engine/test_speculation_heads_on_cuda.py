@@ -17,16 +17,19 @@ from drafting_engines import (
     PROMPTS,
     TOKENS,
     always_deep,
+    answers_alone,
     ask_all,
     chained_folder,
     fit,
     gemma4_folder,
 )
+from drafting_engines import cuda_options as options
+from drafting_engines import told_tokens as told
 from emulated_cuda import Gpu, emulated
 from safetensors.torch import load_file, save_file
 from tiny_models import chat_folder
 
-from headrace.engine import Completion, Engine, InvalidParams, SamplingParams
+from headrace.engine import Engine, InvalidParams, SamplingParams
 from headrace.engine.speculation import Eagle, Medusa, Mtp, Speculation
 
 LONG: list[dict[str, Any]] = [{"max_tokens": 50, **each} for each in ASKED]
@@ -50,24 +53,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_folder(tmp_path_factory.mktemp("target"))
 
 
-def options(**more: Any) -> dict[str, Any]:
-    sizes = {"kv_memory": "4MiB", "max_rows": 8, "max_context": 256, "max_batched_tokens": 256}
-    return {"device": "cuda", "seed": 3} | sizes | more
-
-
-def told(answers: list[Completion]) -> list[Any]:
-    return [[(choice.token_ids, choice.finish_reason) for choice in answer.choices] for answer in answers]
-
-
 @pytest.fixture(scope="module")
 def alone(model: Path, gpu: Gpu) -> list[Any]:
-    """What an engine without speculation answers."""
-
-    async def run() -> list[Any]:
-        async with Engine(model, **options()) as engine:
-            return told(await ask_all(engine, LONG))
-
-    return anyio.run(run)
+    return answers_alone(model, LONG, told, **options())
 
 
 @pytest.mark.rotated(4)

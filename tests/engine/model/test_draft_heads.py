@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from draft_driver import PAGE, Drafting, Row, Target, states_of
-from draft_heads import HEADS, VOCABULARY, EagleHead, Head
+from draft_heads import HEADS, VOCABULARY, EagleHead, Head, random_target
 from model_driver import OPERATIONS
 
 from headrace.engine import ModelRejected
@@ -30,20 +29,7 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import transformers
-
-    torch.manual_seed(11)
-    sizes = {"num_hidden_layers": 7, "tie_word_embeddings": False}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny_models.CONFIG | sizes))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.normal_(parameter, 1.0, 0.2)
-        else:
-            torch.nn.init.normal_(parameter, 0.0, 0.3)
-    folder = tmp_path_factory.mktemp("target")
-    model.save_pretrained(folder)
-    tiny_models.write_tokenizer(folder)
-    return folder
+    return random_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")

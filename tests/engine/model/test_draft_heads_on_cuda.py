@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from cuda_draft_driver import CudaDrafting
 from draft_driver import states_of
-from draft_heads import HEADS, VOCABULARY
+from draft_heads import HEADS, VOCABULARY, random_target
 from emulated_cuda import Gpu, emulated
 from mtp_models import LAYERS, with_module
 
@@ -24,18 +23,7 @@ DRAWN = [*(Sampling(temperature=8.0, seed=seed) for seed in (1, 2, 3)), Sampling
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import transformers
-
-    torch.manual_seed(11)
-    sizes = {"num_hidden_layers": 7, "tie_word_embeddings": False}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**tiny_models.CONFIG | sizes))
-    for name, parameter in model.named_parameters():
-        mean, spread = (1.0, 0.2) if "norm" in name else (0.0, 0.3)
-        torch.nn.init.normal_(parameter, mean, spread)
-    folder = tmp_path_factory.mktemp("target")
-    model.save_pretrained(folder)
-    tiny_models.write_tokenizer(folder)
-    return folder
+    return random_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
